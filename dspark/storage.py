@@ -14,7 +14,10 @@ folder and an object store behave alike. The contract is what both can honour:
 The implementation for object stores is `pipelines.backends.object_store`.
 """
 
+import contextlib
+import errno
 import os
+import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,64 +72,76 @@ class LocalStorage:
         return self._root / name
 
     def open(self, name: str) -> BinaryIO:
-        return self.path(name).open("rb")
+        try:
+            return self.path(name).open("rb")
+        except (NotADirectoryError, IsADirectoryError) as error:  # a part of the name is a file, or the name is a folder
+            raise FileNotFoundError(errno.ENOENT, "no such object", str(self.path(name))) from error
 
     def read(self, name: str) -> bytes:
-        return self.path(name).read_bytes()
+        with self.open(name) as file:
+            return file.read()
 
     def put(self, name: str, data: bytes) -> None:
-        with self._aside(name) as temporary:
-            with temporary.path.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+        with self._aside(name) as file:
+            file.write(data)
 
     def put_file(self, name: str, path: Path) -> None:
-        with path.open("rb") as source, self._aside(name) as temporary, temporary.path.open("wb") as file:
-            while chunk := source.read(1 << 24):
-                file.write(chunk)
-            file.flush()
-            os.fsync(file.fileno())
+        with path.open("rb") as source, self._aside(name) as file:
+            shutil.copyfileobj(source, file, 1 << 24)
 
     def list(self, prefix: str = "") -> list[str]:
-        names = (str(path.relative_to(self._root)) for path in self._files())
+        folder, _, start = prefix.rpartition("/")
+        names = []
+        for parent, folders, files in os.walk(self._root / folder):
+            if Path(parent) == self._root / folder:  # walk no folder that cannot hold a name of this prefix
+                folders[:] = [name for name in folders if name.startswith(start)]
+            names += [(Path(parent) / file).relative_to(self._root).as_posix() for file in files]
         return sorted(name for name in names if name.startswith(prefix) and not name.endswith(self.TEMPORARY_SUFFIX))
 
     def exists(self, name: str) -> bool:
         return self.path(name).is_file()
 
     def size_bytes(self, name: str) -> int:
-        return self.path(name).stat().st_size
+        with self.open(name) as file:
+            return os.fstat(file.fileno()).st_size
 
     def remove(self, name: str) -> None:
-        self.path(name).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            self.path(name).unlink()
 
-    def _files(self) -> Iterator[Path]:
-        return (path for path in self._root.rglob("*") if path.is_file()) if self._root.is_dir() else iter(())
-
-    def _aside(self, name: str) -> "_Aside":
-        return _Aside(self.path(name), self.TEMPORARY_SUFFIX)
-
-
-class _Aside:
-    """A temporary file beside its destination: renamed on success, removed on failure."""
-
-    def __init__(self, destination: Path, suffix: str) -> None:
-        self._destination = destination
-        self.path = destination.with_name(f"{destination.name}.{uuid.uuid4().hex[:8]}{suffix}")
-
-    def __enter__(self) -> "_Aside":
+    @contextlib.contextmanager
+    def _aside(self, name: str) -> Iterator[BinaryIO]:
+        """A temporary file beside its destination: renamed on success, removed on failure."""
+        destination = self.path(name)
+        temporary = destination.with_name(f"{destination.name}.{uuid.uuid4().hex[:8]}{self.TEMPORARY_SUFFIX}")
+        _refuse_file(destination.parent)
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError) as error:
-            raise ValueError(
-                f"cannot store {self._destination}: {error.filename} is a regular file, not a folder. "
-                "Fix: choose another place, for example cluster.root=artifacts"
-            ) from error
-        return self
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            file = temporary.open("wb")
+        except PermissionError as error:
+            raise _no_place(destination.parent, "permission denied") from error
+        try:
+            with file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(destination)
+        finally:
+            temporary.unlink(missing_ok=True)
 
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if kind is None:
-            self.path.replace(self._destination)
-        else:
-            self.path.unlink(missing_ok=True)
+
+def _refuse_file(folder: Path) -> None:
+    """ValueError when `folder` or something above it is a regular file, or may not be entered."""
+    for part in (folder, *folder.parents):
+        try:
+            if part.is_dir():
+                return
+            is_file = part.exists()
+        except PermissionError as error:
+            raise _no_place(folder, f"no permission for {part.parent}") from error
+        if is_file:
+            raise _no_place(folder, f"{part} is a regular file, not a folder")
+
+
+def _no_place(folder: Path, cause: str) -> ValueError:
+    return ValueError(f"cannot store in {folder}: {cause}. Fix: choose another place, for example cluster.root=artifacts")

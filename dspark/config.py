@@ -1,0 +1,78 @@
+"""Every choice that decides what a drafter is, as frozen dataclasses without defaults (those live once, in `conf/`).
+
+Standard library only: a plan hashes these records without importing torch.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class DFlashConfig:
+    """Block-parallel drafter without sequential or confidence head (anchor-first layout: row k predicts token a+1+k)."""
+
+    kind: Literal["dflash"]
+    num_layers: int
+    block_size: int  # K = gamma: draft tokens a block
+    draft_vocab_size: int | None  # most frequent response tokens kept; None = the target's whole vocabulary
+
+
+@dataclass(frozen=True)
+class DSparkConfig:
+    """The DFlash backbone plus the Markov head (Eq. 5) and the confidence head (Eq. 7)."""
+
+    kind: Literal["dspark"]
+    num_layers: int
+    block_size: int
+    draft_vocab_size: int | None
+    markov_rank: int
+
+
+DrafterConfig = DFlashConfig | DSparkConfig
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """Weights of Eq. 9-12. `position_decay` is gamma_loss in w_k = exp(-k / gamma_loss); DeepSpec's configs use 4.0."""
+
+    alpha_ce: float
+    alpha_tv: float
+    alpha_confidence: float
+    position_decay: float
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """The optimisation. Sequences are rows of the target cache; `num_anchors` counts per sequence."""
+
+    lr: float
+    num_steps: int
+    warmup_fraction: float
+    weight_decay: float
+    clip_norm: float
+    batch_sequences: int  # sequences an optimiser step, over all ranks and micro-batches
+    num_anchors: int
+    precision: Literal["bf16", "fp32", "fp64"]  # bf16: compute in bf16, master weights in fp32
+    seed: int
+    select_every_steps: int
+    checkpoint_every_steps: int
+    loss: LossConfig
+
+
+@dataclass(frozen=True)
+class TargetShape:
+    """Facts of a target that its drafter copies, read from the target's config.json (families.py)."""
+
+    model_type: str
+    num_layers: int
+    width: int
+    num_heads: int
+    num_kv_heads: int
+    head_width: int
+    mlp_width: int
+    vocab_size: int
+    norm_epsilon: float
+    rope_theta: float
+    embedding_scale: float
+    norm_weight_offset: float
+    logit_soft_cap: float | None

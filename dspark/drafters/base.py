@@ -1,0 +1,113 @@
+"""What every drafter is: its records and the interface that training and decoding use.
+
+Shapes: B sequences or requests, T context tokens, L tapped layers, D width, A anchors, K block positions, G key/value
+heads, H head width, V target vocabulary, W draft vocabulary (W = V unless it is reduced).
+"""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dspark.config import DrafterConfig, TargetShape
+
+
+@dataclass(frozen=True)
+class FrozenTables:
+    """What a drafter shares with its target and never trains."""
+
+    embedding_VD: Tensor
+    lm_head_VD: Tensor
+
+
+@dataclass
+class TrainingBatch:
+    """Blocks of B sequences, padded to the longest context and the most anchors."""
+
+    tapped_BTLD: Tensor
+    anchors_BA: Tensor  # position of each anchor; 0 on padding, where no row is valid
+    previous_BAK: Tensor  # ground-truth x_{k-1}, the anchor token for row 0 (teacher forcing); 0 on rows that do not count
+    label_BAK: Tensor  # target ids; -1 on rows that do not count
+    valid_BAK: Tensor  # bool
+    final_BAKD: Tensor  # the target's post-final-norm state that predicts the label
+    log_sum_exp_BAK: Tensor  # of the target's logits over its whole vocabulary, fp32
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> "TrainingBatch":
+        """Moves everything to a device, hidden states to the compute dtype."""
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        return TrainingBatch(
+            self.tapped_BTLD.to(device, dtype),
+            self.anchors_BA.to(device),
+            self.previous_BAK.to(device),
+            self.label_BAK.to(device),
+            self.valid_BAK.to(device),
+            self.final_BAKD.to(device, dtype),
+            self.log_sum_exp_BAK.to(device, wide),
+        )
+
+
+@dataclass
+class BlockOutput:
+    """Teacher-forced predictions of every block row; the draft logits are those of Eq. 4 over the draft vocabulary."""
+
+    draft_logits_BAKW: Tensor
+    confidence_logits_BAK: Tensor | None
+
+
+@dataclass(frozen=True)
+class DraftSampling:
+    """`probabilistic`: x_k ~ p_d at this temperature. `greedy`: x_k = argmax, p_d is a point mass."""
+
+    mode: Literal["probabilistic", "greedy"]
+    temperature: float
+
+
+@dataclass
+class Proposal:
+    """A drafted block. `probs_BKW` is the very tensor that drew the tokens."""
+
+    tokens_BK: Tensor  # target ids
+    probs_BKW: Tensor
+    confidence_logits_BK: Tensor | None
+
+
+class DraftContext:
+    """A drafter's keys and values of the target's context, cached per token: [B, S, G, H] for each layer.
+
+    Writing at explicit positions makes a roll-back unnecessary: entries at or beyond the anchor are never visible, and the
+    next round overwrites them.
+    """
+
+    def __init__(self, keys: list[Tensor], values: list[Tensor]) -> None:
+        self.keys, self.values = keys, values
+
+    def select(self, rows: Tensor) -> None:
+        """Keeps these requests, in this order."""
+        self.keys = [k[rows] for k in self.keys]
+        self.values = [v[rows] for v in self.values]
+
+
+class Drafter(Protocol):
+    """A trainable module whose state dict holds nothing of the target."""
+
+    config: DrafterConfig
+    shape: TargetShape
+    tapped_layers: tuple[int, ...]
+    mask_token_id: int
+    draft_ids_W: Tensor  # ascending target ids of the draft vocabulary
+
+    def __call__(self, batch: TrainingBatch) -> BlockOutput: ...
+    def parameters(self) -> "nn.ParameterList": ...
+
+    def target_log_probs(self, batch: TrainingBatch) -> Tensor:
+        """log p_t over the draft vocabulary, [B, A, K, W], with the full-vocabulary normaliser."""
+        ...
+
+    def new_context(self, num_requests: int, max_length: int) -> DraftContext: ...
+
+    def extend_context(self, context: DraftContext, tapped_BTLD: Tensor, positions_BT: Tensor) -> None:
+        """Adds the context of verified tokens at their positions."""
+        ...
+
+    def propose(self, context: DraftContext, anchor_tokens_B: Tensor, anchor_positions_B: Tensor, sampling: DraftSampling, uniform_BK: Tensor) -> Proposal: ...

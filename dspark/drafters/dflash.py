@@ -1,0 +1,140 @@
+"""DFlash: a block-parallel drafter conditioned on the target's hidden states (Eq. 2-3). DSpark is this plus two heads.
+
+A block at anchor position a has K rows: the anchor token's embedding, then K-1 mask embeddings, at positions a..a+K-1.
+Row k predicts token a+1+k. H_ctx = RMSNorm(W_c [tapped states]) feeds the keys and values of every layer, unchanged, so
+that when decoding the context is projected once per token and only the block is recomputed.
+
+The released checkpoints' parameter names are kept. Embedding and LM head are the target's: frozen, shared, not in the
+state dict. Shapes: see drafters/base.py.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from dspark.config import DrafterConfig, TargetShape
+from dspark.drafters.base import BlockOutput, DraftContext, DraftSampling, FrozenTables, Proposal, TrainingBatch
+from dspark.layers import DrafterLayer, RMSNorm, Rotation
+from dspark.sampling import distribution, draw
+
+INIT_STD = 0.02
+
+
+class DFlash(nn.Module):
+    """The backbone. Heads are hooks that return nothing here: `_embed_previous`, `_bias`, `_confidence`."""
+
+    embedding_VD: Tensor
+    lm_head_WD: Tensor
+    draft_ids_W: Tensor
+
+    def __init__(
+        self, config: DrafterConfig, shape: TargetShape, tapped_layers: tuple[int, ...], mask_token_id: int, tables: FrozenTables, draft_ids: Tensor | None
+    ) -> None:
+        """draft_ids: ascending target ids of the draft vocabulary, None for the whole vocabulary."""
+        super().__init__()
+        self.config, self.shape, self.tapped_layers, self.mask_token_id = config, shape, tapped_layers, mask_token_id
+        draft_ids = torch.arange(shape.vocab_size) if draft_ids is None else draft_ids
+        self.register_buffer("draft_ids_W", draft_ids, persistent=False)
+        self.register_buffer("embedding_VD", tables.embedding_VD, persistent=False)
+        is_whole = len(draft_ids) == shape.vocab_size
+        self.register_buffer("lm_head_WD", tables.lm_head_VD if is_whole else tables.lm_head_VD[draft_ids], persistent=False)
+        self.fc = nn.Linear(len(tapped_layers) * shape.width, shape.width, bias=False)
+        self.hidden_norm = RMSNorm(shape.width, shape.norm_epsilon)
+        self.layers = nn.ModuleList(DrafterLayer(shape) for _ in range(config.num_layers))
+        self.norm = RMSNorm(shape.width, shape.norm_epsilon)
+
+    def initialise(self, seed: int) -> None:
+        """Normal(0, 0.02) matrices, zero biases, unit norms; the same for every world size."""
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                parameter.data.normal_(0.0, INIT_STD, generator=generator)
+        for module in self.modules():
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                module.bias.data.zero_()
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    def forward(self, batch: TrainingBatch) -> BlockOutput:
+        """Teacher-forced draft logits of every block row."""
+        T = batch.tapped_BTLD.shape[1]
+        positions = torch.arange(T, device=batch.anchors_BA.device)
+        context = self._context(batch.tapped_BTLD, positions[None])
+        visible_BAT = positions[None, None] < batch.anchors_BA[..., None]
+        hidden_BAKD = self._blocks(batch.previous_BAK[..., 0], batch.anchors_BA, context, visible_BAT)
+        embedded = self._embed_previous(batch.previous_BAK)
+        return BlockOutput(self._logits(hidden_BAKD) + self._bias(embedded), self._confidence(hidden_BAKD, embedded))
+
+    def target_log_probs(self, batch: TrainingBatch) -> Tensor:
+        with torch.no_grad():
+            return self._logits(batch.final_BAKD) - batch.log_sum_exp_BAK[..., None]
+
+    # --- decoding -----------------------------------------------------------------------------------------------------
+
+    def new_context(self, num_requests: int, max_length: int) -> DraftContext:
+        size = (num_requests, max_length, self.shape.num_kv_heads, self.shape.head_width)
+        blank = [self.fc.weight.new_zeros(size) for _ in range(2 * len(self.layers))]
+        return DraftContext(blank[::2], blank[1::2])
+
+    @torch.no_grad()
+    def extend_context(self, context: DraftContext, tapped_BTLD: Tensor, positions_BT: Tensor) -> None:
+        rows = torch.arange(len(positions_BT), device=positions_BT.device)[:, None]
+        for i, (keys, values) in enumerate(self._context(tapped_BTLD, positions_BT)):
+            context.keys[i][rows, positions_BT] = keys
+            context.values[i][rows, positions_BT] = values
+
+    @torch.no_grad()
+    def propose(self, context: DraftContext, anchor_tokens_B: Tensor, anchor_positions_B: Tensor, sampling: DraftSampling, uniform_BK: Tensor) -> Proposal:
+        """Drafts a block after each anchor: one parallel pass, then the sequential head token by token."""
+        S = int(anchor_positions_B.max())
+        visible_BAT = (torch.arange(S, device=anchor_positions_B.device)[None] < anchor_positions_B[:, None])[:, None]
+        window = [(k[:, :S], v[:, :S]) for k, v in zip(context.keys, context.values, strict=True)]
+        hidden_BKD = self._blocks(anchor_tokens_B[:, None], anchor_positions_B[:, None], window, visible_BAT)[:, 0]
+        base_BKW = self._logits(hidden_BKD)
+        temperature = 0.0 if sampling.mode == "greedy" else sampling.temperature
+        previous_B, tokens, probs, confidences = anchor_tokens_B, [], [], []
+        for k in range(self.config.block_size):
+            embedded = self._embed_previous(previous_B)
+            probs.append(distribution(base_BKW[:, k] + self._bias(embedded), temperature))
+            confidences.append(self._confidence(hidden_BKD[:, k], embedded))
+            previous_B = self.draft_ids_W[draw(probs[-1], uniform_BK[:, k])]
+            tokens.append(previous_B)
+        confidence = None if confidences[0] is None else torch.stack([c for c in confidences if c is not None], dim=1)
+        return Proposal(torch.stack(tokens, dim=1), torch.stack(probs, dim=1), confidence)
+
+    # --- pieces -------------------------------------------------------------------------------------------------------
+
+    def _rotation(self, positions: Tensor) -> Rotation:
+        return Rotation.at(positions, self.shape.head_width, self.shape.rope_theta, self.fc.weight.dtype)
+
+    def _context(self, tapped_BTLD: Tensor, positions_BT: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values [B, T, G, H] of H_ctx for each layer."""
+        hidden_BTD = self.hidden_norm(self.fc(tapped_BTLD.flatten(-2)))
+        rotation = self._rotation(positions_BT)
+        return [layer.self_attn.keys_values(hidden_BTD, rotation) for layer in self.layers]
+
+    def _blocks(self, anchor_tokens_BA: Tensor, anchors_BA: Tensor, context: list[tuple[Tensor, Tensor]], visible_BAT: Tensor) -> Tensor:
+        """The backbone's output after its final norm, [B, A, K, D]."""
+        K = self.config.block_size
+        token_BAK = anchor_tokens_BA.new_full((*anchor_tokens_BA.shape, K), self.mask_token_id)
+        token_BAK[..., 0] = anchor_tokens_BA
+        x_BAKD = nn.functional.embedding(token_BAK, self.embedding_VD) * self.shape.embedding_scale
+        rotation = self._rotation(anchors_BA[..., None] + torch.arange(K, device=anchors_BA.device))
+        for layer, keys_values in zip(self.layers, context, strict=True):
+            x_BAKD = layer(x_BAKD, rotation, keys_values, visible_BAT)
+        return self.norm(x_BAKD)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """The frozen LM head over the draft vocabulary, soft-capped like the target's, at least fp32."""
+        logits = nn.functional.linear(hidden, self.lm_head_WD)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        cap = self.shape.logit_soft_cap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def _embed_previous(self, previous: Tensor) -> Tensor | None:
+        return None
+
+    def _bias(self, embedded: Tensor | None) -> Tensor | float:
+        return 0.0
+
+    def _confidence(self, hidden: Tensor, embedded: Tensor | None) -> Tensor | None:
+        return None

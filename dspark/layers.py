@@ -1,0 +1,132 @@
+"""The drafter's building blocks: RMSNorm, rotary positions, attention over [target context ; own block], MLP, layer.
+
+Module and parameter names are those of the released DSpark checkpoints, so that a state dict needs no renaming.
+
+Shapes: B batch, T context tokens, A anchors (blocks), K block positions, D width, N query heads, G key/value heads,
+R = N / G query heads per key/value head, H head width.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dspark.config import TargetShape
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, computed in at least fp32."""
+
+    def __init__(self, width: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.epsilon = epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.epsilon)
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> Tensor:
+    """RMSNorm whose factor is (offset + weight); statistics in fp32, or fp64 when x is."""
+    wide = x.double() if x.dtype == torch.float64 else x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    return (wide * (offset + weight.to(wide.dtype))).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """cos and sin of the rotary angles, [..., H], halves repeated (NeoX style)."""
+
+    cos: Tensor
+    sin: Tensor
+
+    @staticmethod
+    def at(positions: Tensor, head_width: int, theta: float, dtype: torch.dtype) -> "Rotation":
+        """Angles of integer positions [...]; computed in fp32 (fp64 for an fp64 model)."""
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        inverse = theta ** (-torch.arange(0, head_width, 2, dtype=wide, device=positions.device) / head_width)
+        angles = positions[..., None].to(wide) * inverse
+        angles = torch.cat([angles, angles], dim=-1)
+        return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Rotates x [..., heads, H] whose leading dimensions are those of the positions."""
+        half = x.shape[-1] // 2
+        turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
+        return x * self.cos[..., None, :] + turned * self.sin[..., None, :]
+
+
+def attend(
+    query_BAKNH: Tensor, own_key_BAKGH: Tensor, own_value_BAKGH: Tensor, context_key_BTGH: Tensor, context_value_BTGH: Tensor, visible_BAT: Tensor
+) -> Tensor:
+    """Attention of block rows over the context that is visible to their block and over all rows of their own block.
+
+    One softmax over both parts, T + K columns a row: other blocks' columns are never computed, so the cost does not grow
+    with the square of the number of blocks. Query heads of one key/value head are folded into rows. Returns [B,A,K,N*H].
+    """
+    B, A, K, N, H = query_BAKNH.shape
+    G, T = own_key_BAKGH.shape[3], context_key_BTGH.shape[1]
+    R = N // G
+    # [B, G, A, R*K, H]: rows of one block together, so that both products are plain batched matrix products.
+    query = query_BAKNH.view(B, A, K, G, R, H).permute(0, 3, 1, 4, 2, 5).reshape(B, G, A, R * K, H) * H**-0.5
+    own_key, own_value = (x.permute(0, 3, 1, 2, 4) for x in (own_key_BAKGH, own_value_BAKGH))  # [B, G, A, K, H]
+    context_key, context_value = (x.transpose(1, 2) for x in (context_key_BTGH, context_value_BTGH))  # [B, G, T, H]
+    context_score = (query.reshape(B, G, A * R * K, H) @ context_key.transpose(-1, -2)).view(B, G, A, R * K, T)
+    context_score = context_score.masked_fill(~visible_BAT[:, None, :, None, :], float("-inf"))
+    own_score = query @ own_key.transpose(-1, -2)
+    score = torch.cat([context_score, own_score], dim=-1)
+    wide = torch.float64 if score.dtype == torch.float64 else torch.float32
+    weight = score.softmax(-1, dtype=wide).to(query.dtype)
+    mixed = (weight[..., :T].reshape(B, G, A * R * K, T) @ context_value).view(B, G, A, R * K, H) + weight[..., T:] @ own_value
+    return mixed.view(B, G, A, R, K, H).permute(0, 2, 4, 1, 3, 5).reshape(B, A, K, N * H)
+
+
+class BlockAttention(nn.Module):
+    """Keys and values are those of [H_ctx ; block] (Eq. 2-3); queries and keys are normalised per head, then rotated."""
+
+    def __init__(self, shape: TargetShape) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_width = shape.num_heads, shape.num_kv_heads, shape.head_width
+        self.q_proj = nn.Linear(shape.width, shape.num_heads * shape.head_width, bias=False)
+        self.k_proj = nn.Linear(shape.width, shape.num_kv_heads * shape.head_width, bias=False)
+        self.v_proj = nn.Linear(shape.width, shape.num_kv_heads * shape.head_width, bias=False)
+        self.o_proj = nn.Linear(shape.num_heads * shape.head_width, shape.width, bias=False)
+        self.q_norm = RMSNorm(shape.head_width, shape.norm_epsilon)
+        self.k_norm = RMSNorm(shape.head_width, shape.norm_epsilon)
+
+    def keys_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """[..., D] -> keys and values [..., G, H]; used for the context (H_ctx, un-normed) and for block rows alike."""
+        heads = (*x.shape[:-1], self.num_kv_heads, self.head_width)
+        return rotation.apply(self.k_norm(self.k_proj(x).view(heads))), self.v_proj(x).view(heads)
+
+    def forward(self, x_BAKD: Tensor, rotation: Rotation, context: tuple[Tensor, Tensor], visible_BAT: Tensor) -> Tensor:
+        query = rotation.apply(self.q_norm(self.q_proj(x_BAKD).view(*x_BAKD.shape[:-1], self.num_heads, self.head_width)))
+        return self.o_proj(attend(query, *self.keys_values(x_BAKD, rotation), *context, visible_BAT))
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, width: int, mlp_width: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, mlp_width, bias=False)
+        self.up_proj = nn.Linear(width, mlp_width, bias=False)
+        self.down_proj = nn.Linear(mlp_width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DrafterLayer(nn.Module):
+    """Pre-norm layer. The context bypasses the input norm: every layer projects the same H_ctx."""
+
+    def __init__(self, shape: TargetShape) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(shape.width, shape.norm_epsilon)
+        self.self_attn = BlockAttention(shape)
+        self.post_attention_layernorm = RMSNorm(shape.width, shape.norm_epsilon)
+        self.mlp = MLP(shape.width, shape.mlp_width)
+
+    def forward(self, x_BAKD: Tensor, rotation: Rotation, context: tuple[Tensor, Tensor], visible_BAT: Tensor) -> Tensor:
+        x_BAKD = x_BAKD + self.self_attn(self.input_layernorm(x_BAKD), rotation, context, visible_BAT)
+        return x_BAKD + self.mlp(self.post_attention_layernorm(x_BAKD))

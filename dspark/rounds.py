@@ -1,0 +1,73 @@
+"""Decoding rounds: the record that every report is computed from, and its Parquet form.
+
+One `Round` is one draft-verify-accept cycle of one request. A round whose accepted prefix contains a stop token is stored
+*cut* there: `proposed` and `accepted` end at the stop token and no bonus follows, so that later positions do not count as
+rejections. Schema version 1; the version stands in the file's metadata, and readers refuse another.
+"""
+
+import dataclasses
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+ROUND_SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Round:
+    request_id: str
+    domain: str
+    source: str  # benchmark name, or the split of the project's own prompts
+    round_index: int
+    temperature: float
+    draft_mode: str  # probabilistic | greedy
+    variant: str  # "" or the ablation that was on, e.g. "no_markov"
+    policy: str  # how the verified length was chosen, e.g. "verify_all"
+    context_length_tokens: int  # position of the anchor
+    anchor_token: int
+    draft_tokens: tuple[int, ...]  # `proposed` of them
+    draft_probs: tuple[float, ...]  # p_d of each drafted token
+    target_probs: tuple[float, ...]  # p_t of each drafted token given the drafted prefix
+    confidence_logits: tuple[float, ...]  # empty when the drafter has no confidence head
+    proposed: int
+    accepted: int
+    next_token: int | None  # correction or bonus; None when an accepted token was a stop token
+    ended_by_stop: bool
+
+
+_COLUMN_TYPES = {str: pa.string(), int: pa.int32(), float: pa.float64(), bool: pa.bool_()}
+
+
+def _arrow_type(annotation: Any) -> pa.DataType:
+    if annotation == tuple[int, ...]:
+        return pa.list_(pa.int32())
+    if annotation == tuple[float, ...]:
+        return pa.list_(pa.float32())
+    return _COLUMN_TYPES.get(annotation, pa.int32())  # the only union is int | None
+
+
+SCHEMA = pa.schema(
+    [pa.field(f.name, _arrow_type(f.type)) for f in dataclasses.fields(Round)],
+    metadata={"schema": "dspark.round", "schema_version": str(ROUND_SCHEMA_VERSION)},
+)
+
+
+def to_parquet(rounds: Sequence[Round]) -> bytes:
+    """A Parquet file of these rounds."""
+    columns = {f.name: [getattr(r, f.name) for r in rounds] for f in dataclasses.fields(Round)}
+    sink = io.BytesIO()
+    pq.write_table(pa.table(columns, schema=SCHEMA), sink)
+    return sink.getvalue()
+
+
+def from_parquet(data: bytes) -> list[Round]:
+    """The rounds of a file; ValueError when its schema version is not this one."""
+    table = pq.read_table(io.BytesIO(data))
+    version = (table.schema.metadata or {}).get(b"schema_version", b"none").decode()
+    if version != str(ROUND_SCHEMA_VERSION):
+        raise ValueError(f"rounds file: schema version {version}, this version reads {ROUND_SCHEMA_VERSION}. Fix: run the step that made it again")
+    return [Round(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}) for row in table.to_pylist()]

@@ -1,0 +1,157 @@
+"""The frozen target: hidden states and next-token logits, with a key/value cache that needs no roll-back.
+
+`TransformersTarget` runs any causal language model of a known family with transformers. Its cache writes at explicit
+positions and its mask is `key position <= query position`: after a rejection the stale entries are simply invisible until
+the next round overwrites them, so requests of one batch may accept different numbers of tokens.
+
+Shapes: B requests, T new tokens, S cached positions, L tapped layers, D width, V vocabulary, G key/value heads, H width.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from dspark.config import TargetShape
+from dspark.drafters.base import FrozenTables
+from dspark.families import check_tapped_layers, target_shape
+from dspark.layers import rms_norm
+
+
+@dataclass
+class TargetStates:
+    """States of T new tokens. `final_BTD` is what the LM head consumes (after the final norm)."""
+
+    tapped_BTLD: Tensor
+    final_BTD: Tensor
+
+
+class TargetModel(Protocol):
+    device: torch.device
+
+    def new_cache(self, num_requests: int, max_length: int) -> "KeyValueCache": ...
+
+    def forward(self, tokens_BT: Tensor, positions_BT: Tensor, cache: "KeyValueCache") -> TargetStates:
+        """Adds T tokens at the given positions (padding may hold any token at positions that later tokens overwrite)."""
+        ...
+
+    def logits(self, final: Tensor) -> Tensor:
+        """[..., D] -> next-token logits [..., V], at least fp32."""
+        ...
+
+
+@dataclass(frozen=True)
+class TargetHead:
+    """Everything a drafter or a capture needs of the target besides running it; read from its safetensors alone."""
+
+    shape: TargetShape
+    tables: FrozenTables
+    norm_weight_D: Tensor
+
+    def normalise(self, hidden: Tensor) -> Tensor:
+        """The target's final norm, for engines that return the state before it."""
+        return rms_norm(hidden, self.norm_weight_D, self.shape.norm_epsilon, self.shape.norm_weight_offset)
+
+    def logits(self, final: Tensor) -> Tensor:
+        return _soft_capped(torch.nn.functional.linear(final, self.tables.lm_head_VD), self.shape.logit_soft_cap)
+
+
+def _soft_capped(logits: Tensor, cap: float | None) -> Tensor:
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def read_shape(folder: Path) -> TargetShape:
+    return target_shape(json.loads((folder / "config.json").read_text()))
+
+
+def load_head(folder: Path, dtype: torch.dtype) -> TargetHead:
+    """Embedding, LM head (the embedding when tied) and final norm of a Hugging Face folder."""
+    index = folder / "model.safetensors.index.json"
+    files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else ["model.safetensors"]
+    found: dict[str, Tensor] = {}
+    for name in files:
+        with safe_open(folder / name, framework="pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118 - not a dict
+                for wanted in ("embed_tokens.weight", "lm_head.weight", "model.norm.weight", "language_model.norm.weight"):
+                    if key == wanted or key.endswith(f".{wanted}"):
+                        found[wanted.split(".")[-2]] = tensors.get_tensor(key).to(dtype)
+    if "embed_tokens" not in found or "norm" not in found:
+        raise ValueError(f"{folder}: no embedding or no final norm among its tensors. Fix: use a causal language model in safetensors form")
+    return TargetHead(read_shape(folder), FrozenTables(found["embed_tokens"], found.get("lm_head", found["embed_tokens"])), found["norm"])
+
+
+class KeyValueCache:
+    """Keys and values [B, G, S, H] of each layer, written at the positions of the current forward."""
+
+    is_compileable = False
+
+    def __init__(self, keys: list[Tensor], values: list[Tensor]) -> None:
+        self._keys, self._values = keys, values
+        self._positions_BT, self._length = torch.empty(0, 0, dtype=torch.long), 0
+
+    def begin(self, positions_BT: Tensor) -> Tensor:
+        """Announces the positions of the next forward and returns its visibility mask [B, 1, T, S']."""
+        self._positions_BT, self._length = positions_BT, int(positions_BT.max()) + 1
+        return (torch.arange(self._length, device=positions_BT.device) <= positions_BT[..., None])[:, None]
+
+    def update(self, keys_BGTH: Tensor, values_BGTH: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Called by each attention layer of transformers."""
+        rows = torch.arange(len(self._positions_BT), device=keys_BGTH.device)[:, None]
+        self._keys[layer][rows, :, self._positions_BT] = keys_BGTH.transpose(1, 2)
+        self._values[layer][rows, :, self._positions_BT] = values_BGTH.transpose(1, 2)
+        return self._keys[layer][:, :, : self._length], self._values[layer][:, :, : self._length]
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        return self._length
+
+    def select(self, rows: Tensor) -> None:
+        """Keeps these requests, in this order."""
+        self._keys = [k[rows] for k in self._keys]
+        self._values = [v[rows] for v in self._values]
+
+
+class TransformersTarget:
+    """A target in this process. `dtype` is its compute precision."""
+
+    def __init__(self, folder: Path, tapped_layers: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.shape = read_shape(folder)
+        check_tapped_layers(tapped_layers, self.shape.num_layers)
+        self.tapped_layers, self.dtype, self.device = tapped_layers, dtype, device
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval().to(device)
+        self._tapped: dict[int, Tensor] = {}
+        body = self._model.get_decoder()
+        for layer in tapped_layers:
+            body.layers[layer].register_forward_hook(lambda _module, _inputs, output, layer=layer: self._keep(layer, output))
+        self._body = body
+
+    def _keep(self, layer: int, output: Any) -> None:
+        self._tapped[layer] = output[0] if isinstance(output, tuple) else output
+
+    def new_cache(self, num_requests: int, max_length: int) -> KeyValueCache:
+        size = (num_requests, self.shape.num_kv_heads, max_length, self.shape.head_width)
+        blank = [torch.zeros(size, dtype=self.dtype, device=self.device) for _ in range(2 * self.shape.num_layers)]
+        return KeyValueCache(blank[::2], blank[1::2])
+
+    @torch.no_grad()
+    def forward(self, tokens_BT: Tensor, positions_BT: Tensor, cache: KeyValueCache) -> TargetStates:
+        mask = cache.begin(positions_BT)
+        output = self._body(input_ids=tokens_BT, attention_mask=mask, position_ids=positions_BT, past_key_values=cache, use_cache=True)
+        return TargetStates(torch.stack([self._tapped[layer] for layer in self.tapped_layers], dim=2), output.last_hidden_state)
+
+    @torch.no_grad()
+    def logits(self, final: Tensor) -> Tensor:
+        return _soft_capped(self._model.get_output_embeddings()(final), self.shape.logit_soft_cap)
+
+    def states(self, token_ids: list[int]) -> TargetStates:
+        """States of one whole sequence, without batch dimension: the reference capture."""
+        tokens_BT = torch.tensor([token_ids], device=self.device)
+        positions_BT = torch.arange(len(token_ids), device=self.device)[None]
+        states = self.forward(tokens_BT, positions_BT, self.new_cache(1, len(token_ids)))
+        return TargetStates(states.tapped_BTLD[0], states.final_BTD[0])

@@ -1,0 +1,284 @@
+"""The training loop, and the reference engine.
+
+`train` owns everything that decides the numbers: which rows, the loss and its global denominators, the learning rate,
+selection and resume. An engine owns how a step is carried out: `LocalEngine` is plain torch on one process; the DeepSpeed
+engine (pipelines/backends/deepspeed.py) shards it and must give the same numbers.
+
+One step: every rank builds its micro-batches, the denominators (known before any forward) are summed over ranks, each
+micro-batch's loss is its numerators over those sums, and the engine adds gradients up over micro-batches and ranks.
+"""
+
+import json
+import math
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dspark.cache import CacheReader
+from dspark.config import TrainingConfig
+from dspark.data import build_batch, rows_of_step
+from dspark.drafters.base import BlockOutput, TrainingBatch
+from dspark.drafters.dflash import DFlash
+from dspark.losses import block_losses, loss_weights, total_loss
+from dspark.storage import Storage
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+SELECT_SEED = 980406  # anchors of the select rows: the same at every evaluation of every run
+
+
+class TrainEngine(Protocol):
+    rank: int
+    world_size: int
+    device: torch.device
+
+    def forward(self, batch: TrainingBatch) -> BlockOutput: ...
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds this micro-batch's gradients; the sum over micro-batches and ranks is the step's gradient."""
+        ...
+
+    def step(self, lr: float) -> float:
+        """Clips, steps, clears; returns the gradient norm before clipping."""
+        ...
+
+    def all_sum(self, values: Tensor) -> Tensor: ...
+
+    def weights(self) -> dict[str, Tensor]:
+        """The trained parameters in the compute precision, whole. Every rank must call it."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """This rank's files of a checkpoint."""
+        ...
+
+    def load(self, folder: Path) -> None: ...
+
+
+EngineFactory = Callable[[DFlash, TrainingConfig, int], TrainEngine]  # drafter, config, micro-batches a step and rank
+
+
+class LocalEngine:
+    """Plain torch on one process: AdamW, in bf16 with fp32 master weights like the sharded engine."""
+
+    rank, world_size = 0, 1
+
+    def __init__(self, drafter: DFlash, config: TrainingConfig, num_micro_batches: int) -> None:
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._drafter = drafter.to(self.device, DTYPES[config.precision])
+        self._clip_norm = config.clip_norm
+        self._parameters = list(self._drafter.parameters())
+        is_mixed = config.precision == "bf16"
+        self._masters = [p.detach().float().clone() for p in self._parameters] if is_mixed else self._parameters
+        self._optimizer = torch.optim.AdamW(self._masters, lr=config.lr, weight_decay=config.weight_decay)
+
+    def forward(self, batch: TrainingBatch) -> BlockOutput:
+        return self._drafter(batch)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def step(self, lr: float) -> float:
+        for master, parameter in zip(self._masters, self._parameters, strict=True):
+            master.grad = parameter.grad.to(master.dtype) if parameter.grad is not None else torch.zeros_like(master)
+        norm = torch.nn.utils.clip_grad_norm_(self._masters, self._clip_norm)
+        self._optimizer.param_groups[0]["lr"] = lr
+        self._optimizer.step()
+        with torch.no_grad():
+            for master, parameter in zip(self._masters, self._parameters, strict=True):
+                if master is not parameter:
+                    parameter.copy_(master)
+                parameter.grad = None
+        return float(norm)
+
+    def all_sum(self, values: Tensor) -> Tensor:
+        return values
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: tensor.detach().clone() for name, tensor in self._drafter.state_dict().items()}
+
+    def save(self, folder: Path) -> None:
+        torch.save({"masters": [m.detach() for m in self._masters], "optimizer": self._optimizer.state_dict()}, folder / "engine.pt")
+
+    def load(self, folder: Path) -> None:
+        state = torch.load(folder / "engine.pt", weights_only=True)
+        with torch.no_grad():
+            for master, parameter, saved in zip(self._masters, self._parameters, state["masters"], strict=True):
+                master.copy_(saved)
+                parameter.copy_(saved)
+        self._optimizer.load_state_dict(state["optimizer"])
+
+
+@dataclass
+class TrainingData:
+    """A cache and the row numbers to train on and to select by."""
+
+    cache: CacheReader
+    train_rows: Sequence[int]
+    select_rows: Sequence[int]
+    block_size: int
+
+
+@dataclass
+class TrainState:
+    """Everything besides the engine that a resume needs."""
+
+    step: int = 0
+    best_step: int = -1
+    best_accepted_length: float = -1.0
+    best_weights: dict[str, Tensor] = field(default_factory=dict)
+    curves: list[dict[str, float]] = field(default_factory=list)
+
+
+def learning_rate(step: int, config: TrainingConfig) -> float:
+    """Linear warm-up, then a cosine to zero. `step` counts from 0."""
+    warmup = max(round(config.warmup_fraction * config.num_steps), 1)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    return config.lr * 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / max(config.num_steps - warmup, 1)))
+
+
+def train(
+    drafter: DFlash,
+    data: TrainingData,
+    config: TrainingConfig,
+    make_engine: EngineFactory,
+    micro_batch_sequences: int,
+    storage: Storage,
+    on_step: Callable[[Mapping[str, float]], None],
+) -> TrainState:
+    """Trains, or goes on from the newest whole checkpoint below `checkpoints/`. The best weights by expected accepted
+    length on the select rows are in the returned state."""
+    probe_world = int(torch.distributed.get_world_size()) if torch.distributed.is_initialized() else 1
+    per_rank, left = divmod(config.batch_sequences, probe_world)
+    num_micro, uneven = divmod(per_rank, min(micro_batch_sequences, max(per_rank, 1)))
+    if left or uneven or not per_rank:
+        raise ValueError(
+            f"stage.train.batch_sequences: {config.batch_sequences} does not divide into {probe_world} workers of micro-batches of {micro_batch_sequences}. "
+            "Fix: make it a multiple of cluster.train_workers x cluster.micro_batch_sequences"
+        )
+    engine = make_engine(drafter, config, num_micro)
+    checkpoints = _Checkpoints(storage, engine)
+    state = checkpoints.load() or TrainState()
+    while state.step < config.num_steps:
+        metrics = _step(engine, drafter, data, config, num_micro, state.step)
+        state.step += 1
+        if state.step % config.select_every_steps == 0 or state.step == config.num_steps:
+            selected = _select(engine, drafter, data, config)
+            metrics |= selected
+            if selected["select_accepted_length"] > state.best_accepted_length:
+                state.best_step, state.best_accepted_length = state.step, selected["select_accepted_length"]
+                state.best_weights = engine.weights()
+        state.curves.append({"step": float(state.step), **metrics})
+        on_step(state.curves[-1])
+        if state.step % config.checkpoint_every_steps == 0 and state.step < config.num_steps:
+            checkpoints.save(state)
+    return state
+
+
+def _step(engine: TrainEngine, drafter: DFlash, data: TrainingData, config: TrainingConfig, num_micro: int, step: int) -> dict[str, float]:
+    dtype = DTYPES[config.precision]
+    draws = rows_of_step(step, len(data.train_rows), config.batch_sequences, config.seed)[engine.rank :: engine.world_size]
+    size = len(draws) // num_micro
+    batches = []
+    for start in range(0, len(draws), size):
+        rows = [(data.cache[data.train_rows[d.row]], d.anchor_seed) for d in draws[start : start + size]]
+        batches.append(build_batch(rows, config.num_anchors, data.block_size).to(engine.device, dtype))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    weights = [loss_weights(batch, drafter.draft_ids_W, config.loss, wide) for batch in batches]
+    sum_weights, sum_weights_ce = engine.all_sum(torch.stack([sum(w.sum for w in weights), sum(w.sum_ce for w in weights)]))  # type: ignore[arg-type]
+    totals = torch.zeros(0)
+    for batch, weight in zip(batches, weights, strict=True):
+        sums = block_losses(engine.forward(batch), drafter.target_log_probs(batch), weight, batch.valid_BAK)
+        engine.backward(total_loss(sums, sum_weights, sum_weights_ce, config.loss))
+        row = torch.stack([sums.ce, sums.tv, sums.confidence, sums.accepted_length_sum, sums.block_count]).detach()
+        row = torch.cat([row, sums.accept_sum_K, sums.accept_count_K])
+        totals = row if not len(totals) else totals + row
+    grad_norm = engine.step(learning_rate(step, config))
+    totals = engine.all_sum(totals)
+    ce, tv, confidence = float(totals[0] / sum_weights_ce), float(totals[1] / sum_weights), float(totals[2] / sum_weights)
+    loss = config.loss.alpha_ce * ce + config.loss.alpha_tv * tv + config.loss.alpha_confidence * confidence
+    if not math.isfinite(loss) or not math.isfinite(grad_norm):
+        names = [data.cache[data.train_rows[d.row]].row_id for d in draws]
+        raise ValueError(f"training step {step + 1}: loss {loss}, gradient norm {grad_norm}; rows {names}. Fix: lower stage.train.lr, or inspect these rows")
+    metrics = {"loss": loss, "loss_ce": ce, "loss_tv": tv, "loss_confidence": confidence, "lr": learning_rate(step, config), "grad_norm": grad_norm}
+    return metrics | _acceptance(totals[3:], data.block_size, "train")
+
+
+def _acceptance(totals: Tensor, block_size: int, split: str) -> dict[str, float]:
+    """Teacher-forced metrics from (accepted-length sum, blocks, accept sums K, counts K)."""
+    accept_K, count_K = totals[2 : 2 + block_size], totals[2 + block_size :]
+    rates = {f"{split}_accept_rate_{k + 1}": float(accept_K[k] / count_K[k]) for k in range(block_size) if count_K[k] > 0}
+    return {f"{split}_accepted_length": 1.0 + float(totals[0] / totals[1].clamp_min(1.0)), **rates}
+
+
+@torch.no_grad()
+def _select(engine: TrainEngine, drafter: DFlash, data: TrainingData, config: TrainingConfig) -> dict[str, float]:
+    """Expected accepted length, teacher-forced, on the select rows with fixed anchors."""
+    dtype = DTYPES[config.precision]
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    totals = torch.zeros(2 + 2 * data.block_size, dtype=wide, device=engine.device)
+    size = config.batch_sequences * engine.world_size
+    for start in range(0, len(data.select_rows), size):
+        numbers = data.select_rows[start : start + size]
+        mine = numbers[engine.rank :: engine.world_size] or numbers[:1]
+        batch = build_batch([(data.cache[n], (SELECT_SEED, n)) for n in mine], config.num_anchors, data.block_size).to(engine.device, dtype)
+        weight = loss_weights(batch, drafter.draft_ids_W, config.loss, wide)
+        sums = block_losses(engine.forward(batch), drafter.target_log_probs(batch), weight, batch.valid_BAK)
+        if numbers[engine.rank :: engine.world_size]:
+            totals += torch.cat([torch.stack([sums.accepted_length_sum, sums.block_count]), sums.accept_sum_K, sums.accept_count_K])
+    return _acceptance(engine.all_sum(totals), data.block_size, "select")
+
+
+class _Checkpoints:
+    """`checkpoints/step-000200/`: every rank's engine files, the state, and `complete.json` last. The last two are kept."""
+
+    COMPLETE = "complete.json"
+
+    def __init__(self, storage: Storage, engine: TrainEngine) -> None:
+        self._storage, self._engine = storage, engine
+
+    def _whole(self) -> list[str]:
+        suffix = f"/{self.COMPLETE}"
+        return [name.removesuffix(suffix) for name in self._storage.list("checkpoints/") if name.endswith(suffix)]
+
+    def save(self, state: TrainState) -> None:
+        folder = f"checkpoints/step-{state.step:06d}"
+        with tempfile.TemporaryDirectory() as temporary:
+            local = Path(temporary)
+            self._engine.save(local)
+            if self._engine.rank == 0:
+                torch.save(state.best_weights, local / "best.pt")
+            for path in sorted(p for p in local.rglob("*") if p.is_file()):
+                self._storage.put_file(f"{folder}/{path.relative_to(local)}", path)
+        self._engine.all_sum(torch.zeros(1))  # every rank has written before the receipt says so
+        if self._engine.rank == 0:
+            record = {"step": state.step, "best_step": state.best_step, "best_accepted_length": state.best_accepted_length, "curves": state.curves}
+            record["world_size"] = self._engine.world_size
+            self._storage.put(f"{folder}/{self.COMPLETE}", json.dumps(record).encode())
+            for old in self._whole()[:-2]:
+                for name in [f"{old}/{self.COMPLETE}", *self._storage.list(f"{old}/")]:
+                    self._storage.remove(name)
+
+    def load(self) -> TrainState | None:
+        folders = self._whole()
+        if not folders:
+            return None
+        record: dict[str, Any] = json.loads(self._storage.read(f"{folders[-1]}/{self.COMPLETE}"))
+        if record["world_size"] != self._engine.world_size:
+            raise ValueError(f"{folders[-1]}: saved by {record['world_size']} workers, now {self._engine.world_size}. Fix: set cluster.train_workers={record['world_size']}")
+        with tempfile.TemporaryDirectory() as temporary:
+            local = Path(temporary)
+            for name in self._storage.list(f"{folders[-1]}/"):
+                path = local / name.removeprefix(f"{folders[-1]}/")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with self._storage.open(name) as source, path.open("wb") as file:
+                    while chunk := source.read(1 << 24):
+                        file.write(chunk)
+            self._engine.load(local)
+            best = torch.load(local / "best.pt", weights_only=True)
+        return TrainState(record["step"], record["best_step"], record["best_accepted_length"], best, record["curves"])

@@ -1,0 +1,75 @@
+"""`python -m pipelines [overrides]`: composes the config, plans, and runs what is missing.
+
+Nothing heavy is imported before the plan is known: with nothing to do, neither torch nor Ray is ever loaded.
+Exit status: 0 done, 1 a step failed, 2 the request itself is wrong, 130 interrupted.
+"""
+
+import sys
+from typing import Any
+
+from pipelines import flow, runner, targets
+from pipelines.backends.object_store import open_storage
+from pipelines.config import Settings, hydra_main
+from pipelines.screen import RichScreen
+
+
+def main(settings: Settings, plain: dict[str, Any], screen: RichScreen) -> None:
+    steps = flow.build(settings)
+    root = open_storage(flow.absolute(settings.cluster.root))
+    planned = runner.plan(steps, root, settings.rebuild)
+    screen.plan(planned, root.uri)
+    if settings.mode != "run":
+        return
+    has_work = not all(item.verdict.is_hit for item in planned)
+    if has_work:
+        targets.ensure_made(settings.target)
+    executor, tracker = _executor(settings, has_work), _tracker(settings, root.uri)
+    error: BaseException | None = None
+    try:
+        tracker.begin(plain)
+        screen.summary(runner.run(planned, root, open_storage, executor, tracker, screen))
+    except BaseException as caught:
+        error = caught
+        raise
+    finally:
+        tracker.end(error)
+        executor.close()
+
+
+def _executor(settings: Settings, has_work: bool) -> runner.Executor:
+    if settings.cluster.executor == "local" or not has_work:
+        return runner.LocalExecutor()
+    from pipelines.backends.ray import RayExecutor
+
+    return RayExecutor(settings.cluster.address)
+
+
+def _tracker(settings: Settings, root_uri: str) -> runner.Tracker:
+    if settings.cluster.tracker == "none":
+        return runner.NullTracker()
+    from pipelines.backends.mlflow import MlflowTracker
+
+    uri = settings.cluster.tracking_uri
+    if uri is None and "://" in root_uri:
+        raise ValueError(f"cluster.tracking_uri: null with the root {root_uri}: an object store cannot hold its database. Fix: set MLFLOW_TRACKING_URI, or cluster.tracker=none")
+    return MlflowTracker(uri or f"sqlite:///{root_uri}/mlflow.db", f"dspark-{settings.target.name}", f"{root_uri}/mlflow" if uri is None else None)
+
+
+def command_line() -> int:
+    screen = RichScreen()
+    try:
+        hydra_main(lambda settings, plain: main(settings, plain, screen))
+    except runner.StepFailed as failed:
+        screen.failure(failed)
+        return 1
+    except ValueError as error:
+        screen.config_error(error)
+        return 2
+    except KeyboardInterrupt:
+        screen.note("stopped. What is finished stays; the same command goes on from there")
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(command_line())

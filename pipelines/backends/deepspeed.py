@@ -1,0 +1,88 @@
+"""The one door to DeepSpeed: a `TrainEngine` that shards optimiser, gradients or parameters (ZeRO 0-3).
+
+It must give the numbers of `dspark.training.LocalEngine`: the loss arrives already divided by the global denominators, so
+DeepSpeed's own averaging over ranks and micro-batches is undone; the learning rate is set by the loop before each step.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+
+import deepspeed  # noqa: E402
+
+from dspark.config import TrainingConfig  # noqa: E402
+from dspark.drafters.base import BlockOutput, TrainingBatch  # noqa: E402
+from dspark.drafters.dflash import DFlash  # noqa: E402
+from dspark.training import DTYPES  # noqa: E402
+
+TAG = "engine"
+
+
+def engine_factory(zero_stage: int) -> Callable[[DFlash, TrainingConfig, int], "DeepSpeedEngine"]:
+    """What the training loop calls to wrap its drafter."""
+    return lambda drafter, config, num_micro_batches: DeepSpeedEngine(drafter, config, num_micro_batches, zero_stage)
+
+
+class DeepSpeedEngine:
+    """One rank of the sharded engine. torch.distributed must be initialised."""
+
+    def __init__(self, drafter: DFlash, config: TrainingConfig, num_micro_batches: int, zero_stage: int) -> None:
+        # DeepSpeed would compile a shared-memory operator (a minute, and a compiler) that training does not use.
+        import deepspeed.comm.torch
+
+        deepspeed.comm.torch.build_shm_op = lambda: None
+        deepspeed.init_distributed(dist_backend=torch.distributed.get_backend())
+        self.rank, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self._scale, self._zero_stage = float(self.world_size * num_micro_batches), zero_stage
+        drafter = drafter.to(DTYPES[config.precision])
+        # A plain torch optimiser: DeepSpeed's own ones compile C++ at the first step.
+        optimizer = torch.optim.AdamW(drafter.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+        self._engine, *_ = deepspeed.initialize(
+            model=drafter,
+            optimizer=optimizer,
+            config={
+                "train_micro_batch_size_per_gpu": config.batch_sequences // self.world_size // num_micro_batches,
+                "gradient_accumulation_steps": num_micro_batches,
+                "gradient_clipping": config.clip_norm,
+                "bf16": {"enabled": config.precision == "bf16"},
+                "zero_optimization": {"stage": zero_stage},
+                "zero_allow_untested_optimizer": True,
+                "steps_per_print": 10**9,
+            },
+        )
+        self.device = self._engine.device
+
+    def forward(self, batch: TrainingBatch) -> BlockOutput:
+        return self._engine(batch)
+
+    def backward(self, loss: Tensor) -> None:
+        self._engine.backward(loss * self._scale)
+        if not self._engine.is_gradient_accumulation_boundary():
+            self._engine.step()
+
+    def step(self, lr: float) -> float:
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = lr
+        self._engine.step()
+        norm = self._engine.get_global_grad_norm()
+        return float(norm) if norm is not None else 0.0
+
+    def all_sum(self, values: Tensor) -> Tensor:
+        summed = values.clone()
+        torch.distributed.all_reduce(summed)
+        return summed
+
+    def weights(self) -> dict[str, Tensor]:
+        state = self._engine._zero3_consolidated_16bit_state_dict() if self._zero_stage == 3 else self._engine.module.state_dict()
+        return {name: tensor.detach().clone() for name, tensor in (state or {}).items()}
+
+    def save(self, folder: Path) -> None:
+        self._engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
+
+    def load(self, folder: Path) -> None:
+        self._engine.load_checkpoint(str(folder), tag=TAG)

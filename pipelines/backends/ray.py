@@ -1,0 +1,207 @@
+"""The one door to Ray: workers as actors, gangs as Ray Train jobs. Ray starts with the first step that needs it.
+
+A step's coordinating function runs in the driver and only waits; everything heavy is an actor or a gang that claims its
+CPUs and GPUs, so that on one machine nothing heavy runs beside it. A worker that dies is replaced and its item tried again,
+a bounded number of times; an error that the item itself causes (ValueError) is reported at once.
+"""
+
+import logging
+import os
+import queue
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+import ray  # noqa: E402
+from ray.actor import ActorHandle  # noqa: E402
+
+from pipelines.dag import Resources, Step  # noqa: E402
+from pipelines.runner import Progress, Report, resolve  # noqa: E402
+
+POLL_SECONDS = 0.5
+
+
+class RayExecutor:
+    """`address` None starts Ray on this machine; `auto` or ray:// joins a cluster."""
+
+    def __init__(self, address: str | None) -> None:
+        self._address = address
+
+    def work(self, step: Step, report: Report) -> "RayWork":
+        if not ray.is_initialized():
+            ray.init(
+                address=self._address,
+                include_dashboard=False if self._address is None else None,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                configure_logging=False,
+            )
+        return RayWork(step.resources, report)
+
+    def close(self) -> None:
+        if ray.is_initialized():
+            ray.shutdown()
+
+
+@dataclass
+class RayWork:
+    resources: Resources
+    report: Report
+
+    def _claim(self) -> tuple[int, dict[str, Any]]:
+        """CPUs of a worker and the actor options that claim them."""
+        num_cpus = self.resources.num_cpus or max(int(node["Resources"].get("CPU", 1)) for node in ray.nodes() if node["Alive"])
+        # Thread counts are fixed before the process imports torch or vLLM.
+        env = {"OMP_NUM_THREADS": str(num_cpus), "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0"), "TOKENIZERS_PARALLELISM": "false"}
+        return num_cpus, {"num_cpus": num_cpus, "num_gpus": self.resources.num_gpus, "runtime_env": {"env_vars": env}}
+
+    def map(self, worker: str, settings: Any, items: Sequence[Any]) -> Iterator[Any]:
+        waiting = [(item, 1) for item in items]
+        idle: list[ActorHandle] = []
+        running: dict[Any, tuple[ActorHandle, Any, int]] = {}
+        _, options = self._claim()
+        try:
+            while waiting or running:
+                while waiting and len(running) < self.resources.num_workers:
+                    actor = idle.pop() if idle else ray.remote(_Worker).options(**options).remote(worker, settings)
+                    item, attempt = waiting.pop(0)
+                    running[actor.run.remote(item)] = (actor, item, attempt)
+                done, _ = ray.wait(list(running), num_returns=1)
+                actor, item, attempt = running.pop(done[0])
+                try:
+                    result = ray.get(done[0])
+                except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
+                    # The engine inside may be dead although its actor lives: always end it.
+                    ray.kill(actor)
+                    cause = getattr(error, "cause", None)
+                    if isinstance(cause, ValueError) or attempt >= self.resources.max_attempts:
+                        raise (
+                            cause if isinstance(cause, ValueError) else RuntimeError(f"{worker} failed {attempt} times, last: {error}")
+                        ) from error
+                    waiting.append((item, attempt + 1))
+                else:
+                    idle.append(actor)
+                    yield result
+        finally:
+            for actor in [*idle, *(entry[0] for entry in running.values())]:
+                ray.kill(actor)
+
+    def gang(self, function: str, settings: Any) -> Any:
+        from ray.train import FailureConfig, RunConfig, ScalingConfig
+        from ray.train.torch import TorchConfig, TorchTrainer
+
+        num_cpus, _ = self._claim()
+        mailbox = ray.remote(_Mailbox).options(num_cpus=0).remote()
+        resources = {"CPU": float(num_cpus)} | ({"GPU": float(self.resources.num_gpus)} if self.resources.num_gpus else {})
+        loop = {
+            "function": function,
+            "settings": settings,
+            "zero_stage": self.resources.zero_stage,
+            "engine": self.resources.train_engine,
+            "num_threads": num_cpus,
+            "mailbox": mailbox,
+        }
+        with tempfile.TemporaryDirectory() as storage:
+            trainer = TorchTrainer(
+                _gang_member,
+                train_loop_config=loop,
+                torch_config=TorchConfig(backend="nccl" if self.resources.num_gpus else "gloo"),
+                scaling_config=ScalingConfig(
+                    num_workers=self.resources.num_workers, use_gpu=bool(self.resources.num_gpus), resources_per_worker=resources
+                ),
+                run_config=RunConfig(storage_path=storage, failure_config=FailureConfig(max_failures=self.resources.max_attempts - 1)),
+            )
+            # `fit` blocks, so it waits in a thread while this one reports what the workers send and can be interrupted.
+            outcome: queue.Queue[BaseException | None] = queue.Queue()
+            threading.Thread(target=_fit, args=(trainer, outcome), daemon=True).start()
+            ended, result = False, None
+            while not ended:
+                try:
+                    error = outcome.get(timeout=POLL_SECONDS)
+                    ended = True
+                except queue.Empty:
+                    error = None
+                for progress in ray.get(mailbox.take_progress.remote()):
+                    self.report(progress)
+                if ended and error is not None:
+                    raise _root_cause(error)
+            result = ray.get(mailbox.take_result.remote())
+            ray.kill(mailbox)
+            return result
+
+
+class _Worker:
+    """An actor around one worker object."""
+
+    def __init__(self, worker: str, settings: Any) -> None:
+        self._run = resolve(worker)(settings)
+
+    def run(self, item: Any) -> Any:
+        return self._run(item)
+
+
+class _Mailbox:
+    """Carries progress and the result from a gang to the driver."""
+
+    def __init__(self) -> None:
+        self._progress: list[Progress] = []
+        self._result: Any = None
+
+    def send_progress(self, progress: Progress) -> None:
+        self._progress.append(progress)
+
+    def take_progress(self) -> list[Progress]:
+        taken, self._progress = self._progress, []
+        return taken
+
+    def send_result(self, result: Any) -> None:
+        self._result = result
+
+    def take_result(self) -> Any:
+        return self._result
+
+
+def _fit(trainer: Any, outcome: "queue.Queue[BaseException | None]") -> None:
+    try:
+        trainer.fit()
+        outcome.put(None)
+    except BaseException as error:
+        outcome.put(error)
+
+
+def _gang_member(loop: dict[str, Any]) -> None:
+    """One process of a gang; rank 0 reports."""
+    import torch
+
+    torch.set_num_threads(loop["num_threads"])
+    rank = torch.distributed.get_rank()
+    mailbox = loop["mailbox"]
+
+    def report(progress: Progress) -> None:
+        if rank == 0:
+            mailbox.send_progress.remote(progress)
+
+    if loop["engine"] == "deepspeed":
+        from pipelines.backends.deepspeed import engine_factory
+
+        make_engine = engine_factory(loop["zero_stage"])
+    else:
+        make_engine = resolve("dspark.training:LocalEngine")
+    result = resolve(loop["function"])(loop["settings"], make_engine, report)
+    if rank == 0:
+        ray.get(mailbox.send_result.remote(result))
+
+
+def _root_cause(error: BaseException) -> BaseException:
+    """The worker's own error inside Ray Train's."""
+    failures = getattr(error, "worker_failures", None) or {}
+    for failure in failures.values():
+        cause = getattr(failure, "cause", None) or failure
+        return cause if isinstance(cause, ValueError) else RuntimeError(str(failure))
+    return error

@@ -1,0 +1,174 @@
+"""THE RECIPE: every step of the pipeline in reading order, with what it is made from.
+
+    prompts ─▶ regenerate ─▶ cache_targets ─▶ train ─▶ evaluate
+       └───────────── test prompts ──────────────────────┘
+
+A step's config holds exactly what decides its artifact, named as a user types it: the part called like the step is
+`stage.<step>`, the rest are `target.*`, `drafter.*`, `data.*`. What only says where it runs is in its Resources.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dspark.config import DFlashConfig, DSparkConfig, TrainingConfig
+from pipelines import artifacts, targets
+from pipelines.backends.object_store import open_storage
+from pipelines.config import (
+    PROJECT_ROOT,
+    STEPS,
+    CacheTargetsStage,
+    EvaluateStage,
+    FileData,
+    HubData,
+    PromptsStage,
+    RegenerateStage,
+    SamplingConfig,
+    Settings,
+)
+from pipelines.dag import Resources, Step
+from pipelines.targets import TargetIdentity
+
+
+@dataclass(frozen=True)
+class DataIdentity:
+    """Prompt data by content: file name -> SHA-256, or a data set at a revision."""
+
+    name: str
+    files: Mapping[str, str]
+    hub: HubData | None
+
+
+@dataclass(frozen=True)
+class PromptsConfig:
+    prompts: PromptsStage
+    data: DataIdentity
+
+
+@dataclass(frozen=True)
+class RegenerateConfig:
+    regenerate: RegenerateStage
+    target: TargetIdentity
+    sampling: SamplingConfig
+    max_length_tokens: int
+
+
+@dataclass(frozen=True)
+class CacheTargetsConfig:
+    cache_targets: CacheTargetsStage
+    target: TargetIdentity
+    tapped_layers: tuple[int, ...]
+    mask_token_id: int
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    train: TrainingConfig
+    target: TargetIdentity
+    tapped_layers: tuple[int, ...]
+    mask_token_id: int
+    drafter: DFlashConfig | DSparkConfig
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """`benchmarks`: name -> SHA-256 of its file."""
+
+    evaluate: EvaluateStage
+    target: TargetIdentity
+    max_length_tokens: int
+    benchmarks: Mapping[str, str]
+
+
+def build(settings: Settings) -> list[Step]:
+    """The steps, wired, up to `until`. Reads only sidecars and prompt files."""
+    target, stage, cluster = settings.target, settings.stage, settings.cluster
+    identity = targets.identify(target)
+    drafter_name = f"{target.name}-{settings.drafter.kind}"
+    here = Resources(target_uri=targets.uri(target), max_attempts=cluster.max_attempts)
+    engines = replace(here, num_workers=cluster.engine_workers, num_cpus=cluster.cpus_per_worker, num_gpus=cluster.gpus_per_worker)
+    gang = replace(
+        engines,
+        num_workers=cluster.train_workers,
+        train_engine=cluster.train_engine,
+        zero_stage=cluster.zero_stage,
+        micro_batch_sequences=cluster.micro_batch_sequences,
+    )
+    data, data_uris = _identify_data(settings.data)
+    benchmark_uris = {name: absolute(uri) for name, uri in stage.evaluate.benchmarks.items()}
+    benchmarks = {name: _sha256(f"stage.evaluate.benchmarks.{name}", uri) for name, uri in benchmark_uris.items()}
+
+    # A drafter without a Markov head has nothing to switch off.
+    has_markov = isinstance(settings.drafter, DSparkConfig)
+    decoding = tuple(setting for setting in stage.evaluate.settings if has_markov or setting.ablation != "no_markov")
+
+    prompts = Step(
+        "prompts", 1, "pipelines.stages.prompts:run", PromptsConfig(stage.prompts, data), {}, artifacts.PromptSet, data.name, replace(here, files=data_uris)
+    )
+    regenerate = Step(
+        "regenerate",
+        1,
+        "pipelines.stages.regenerate:run",
+        RegenerateConfig(stage.regenerate, identity, target.sampling, target.max_length_tokens),
+        {"prompts": prompts},
+        artifacts.Corpus,
+        target.name,
+        engines,
+    )
+    cache_targets = Step(
+        "cache_targets",
+        1,
+        "pipelines.stages.cache_targets:run",
+        CacheTargetsConfig(stage.cache_targets, identity, target.tapped_layers, target.mask_token_id),
+        {"corpus": regenerate},
+        artifacts.TargetCache,
+        target.name,
+        engines,
+    )
+    train = Step(
+        "train",
+        1,
+        "pipelines.stages.train:run",
+        TrainConfig(stage.train, identity, target.tapped_layers, target.mask_token_id, settings.drafter),
+        {"cache": cache_targets},
+        artifacts.Drafter,
+        drafter_name,
+        gang,
+    )
+    evaluate = Step(
+        "evaluate",
+        1,
+        "pipelines.stages.evaluate:run",
+        # Where a benchmark lies is not what it is: the stage's uris are replaced by checksums.
+        EvaluateConfig(replace(stage.evaluate, settings=decoding, benchmarks={}), identity, target.max_length_tokens, benchmarks),
+        {"prompts": prompts, "drafter": train},
+        artifacts.EvalReport,
+        drafter_name,
+        replace(engines, files=benchmark_uris),
+    )
+    steps = [prompts, regenerate, cache_targets, train, evaluate]
+    assert tuple(step.name for step in steps) == STEPS
+    return steps[: STEPS.index(settings.until) + 1] if settings.until else steps
+
+
+def absolute(uri: str) -> str:
+    """Relative paths start at the project's root, whatever the working directory of a worker is."""
+    return uri if "://" in uri else str(PROJECT_ROOT / uri)
+
+
+def _identify_data(data: FileData | HubData) -> tuple[DataIdentity, dict[str, str]]:
+    if isinstance(data, HubData):
+        return DataIdentity(data.name, {}, data), {}
+    uris = {Path(uri).name: absolute(uri) for uri in data.uris}
+    if len(uris) < len(data.uris) or not uris:
+        raise ValueError(f"data.uris: {list(data.uris)} must name at least one file, each of another name. Fix: rename one, or see conf/data/bundled.yaml")
+    return DataIdentity(data.name, {name: _sha256("data.uris", uri) for name, uri in uris.items()}, None), uris
+
+
+def _sha256(field: str, uri: str) -> str:
+    folder, _, name = uri.rpartition("/")
+    try:
+        return hashlib.sha256(open_storage(folder).read(name)).hexdigest()
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        raise ValueError(f"{field}: {uri} does not exist. Fix: give a JSONL file") from None

@@ -1,0 +1,201 @@
+"""What a person sees: the plan, bars while steps run, a summary, and one screen when something fails.
+
+    screen = RichScreen(root_uri, is_verbose=False)
+    screen.plan(planned)                     # hit or run, and why
+    artifacts = run(planned, ..., screen)    # the screen is the `runner.Screen` of the run
+    screen.summary(planned, artifacts)       # or screen.failure(error), screen.config_error(error), screen.interrupted()
+
+Without a terminal (a log file, CI) the bars become plain lines, one every 10 s. Texts are printed as they are: square
+brackets in them (`rebuild=[train]`) are no markup.
+"""
+
+import shlex
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import progress as bars
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pipelines.artifacts import Drafter
+from pipelines.dag import Artifact, Step
+from pipelines.runner import Planned, Progress, StepFailed
+
+PLAIN_WIDTH = 160  # columns of a table where there is no terminal
+PLAIN_LINE_SECONDS = 10.0
+RATE_WINDOW_SECONDS = 60.0
+NUM_METRICS = 4
+NUM_FRAMES = 6
+NUM_CAUSE_LINES = 12
+
+
+class RichScreen:
+    """runner.Screen on the standard output."""
+
+    def __init__(self, root_uri: str, is_verbose: bool = False, console: Console | None = None) -> None:
+        self._root_uri, self._is_verbose = root_uri, is_verbose
+        is_plain = not sys.stdout.isatty()
+        self._console = console or Console(width=PLAIN_WIDTH if is_plain else None, highlight=False, markup=False, emoji=False)
+        self._bar: bars.Progress | None = None
+        self._step: Step | None = None
+        self._samples: deque[tuple[float, int]] = deque()
+        self._printed = 0.0
+        self._begun: list[str] = []
+
+    def plan(self, planned: Sequence[Planned]) -> None:
+        table = _table("step", "plan", "reason", "folder")
+        for item in planned:
+            word = Text("hit", "green") if item.verdict.is_hit else Text("run", "yellow")
+            table.add_row(item.step.name, word, item.verdict.reason, item.step.folder)
+        self._console.print(table)
+        self._line(f"folders are below {self._root_uri}")
+
+    def started(self, step: Step, reason: str) -> None:
+        self._stop_bar()
+        self._step, self._printed = step, time.monotonic()
+        self._samples.clear()
+        self._begun.append(step.name)
+        self._line(f"{step.name}: {reason}")
+
+    def progress(self, progress: Progress) -> None:
+        assert self._step is not None
+        now = time.monotonic()
+        self._samples.append((now, progress.done))
+        while now - self._samples[0][0] > RATE_WINDOW_SECONDS and len(self._samples) > 2:
+            self._samples.popleft()
+        text = f"{_pace(progress, self._samples)}  {_metrics(progress.metrics)}".rstrip()
+        if self._console.is_terminal:
+            if self._bar is None:
+                columns = (
+                    bars.TextColumn("{task.description}", markup=False),
+                    bars.BarColumn(),
+                    bars.TextColumn("{task.fields[text]}", markup=False),
+                )
+                self._bar = bars.Progress(*columns, console=self._console, transient=True)
+                self._bar.add_task(self._step.name, text="")
+                self._bar.start()
+            self._bar.update(self._bar.task_ids[0], total=progress.total or None, completed=progress.done, text=text)
+        elif now - self._printed >= PLAIN_LINE_SECONDS:
+            self._printed = now
+            self._line(f"{self._step.name}: {text}")
+
+    def finished(self, step: Step, record: Mapping[str, Any]) -> None:
+        self._stop_bar()
+        self._line(f"{step.name}: done in {_seconds(record['provenance']['wall_seconds'])}  {_metrics(record['metrics'])}".rstrip())
+
+    def note(self, text: str) -> None:
+        self._line(text)
+
+    def summary(self, planned: Sequence[Planned], artifacts: Mapping[str, Artifact]) -> None:
+        """What is there now, what it cost, and where the drafter lies. A hit cost nothing today."""
+        self._stop_bar()
+        table = _table("step", "", "wall", "CPU", "load", "metrics", "folder")
+        for step in (item.step for item in planned):
+            record = artifacts[step.name].record
+            cost, is_made = record["provenance"], step.name in self._begun
+            spent = (
+                (_seconds(cost["wall_seconds"]), _seconds(cost["cpu_seconds"]), f"{cost['load_average']:.1f}")
+                if is_made
+                else ("-", "-", "-")
+            )
+            table.add_row(
+                step.name, Text("made", "yellow") if is_made else Text("hit", "green"), *spent, _metrics(record["metrics"]), step.folder
+            )
+        self._console.print(table)
+        self._line(f"folders are below {self._root_uri}")
+        for artifact in artifacts.values():
+            if isinstance(artifact, Drafter):
+                self._line(f"drafter: {artifact.uri}/{Drafter.FOLDER}")
+
+    def failure(self, error: StepFailed) -> None:
+        """One screen: which step, why, what is kept, and how to go on."""
+        self._stop_bar()
+        self._line(f"step {error.step.name} failed", "bold red")
+        self._line(f"  cause      {_indented(_cause(error.cause))}")
+        if self._is_verbose:
+            frames = traceback.extract_tb(error.cause.__traceback__)[-NUM_FRAMES:]
+            self._line("".join(traceback.format_list(frames)).rstrip())
+        self._line(f"  kept       {self._root_uri}/{error.step.folder} (its finished parts are not made again)")
+        self._line(f"  to go on   {_command(sys.argv, self._begun)}")
+
+    def config_error(self, error: Exception) -> None:
+        """A mistake in a setting or a place: its message names the field, the rule and the fix."""
+        self._stop_bar()
+        self._line(f"error: {_indented(str(error))}", "bold red")
+
+    def interrupted(self) -> None:
+        self._stop_bar()
+        self._line("stopped; what is finished stays", "bold yellow")
+        self._line(f"  to go on   {_command(sys.argv, self._begun)}")
+
+    def _stop_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _line(self, text: str, style: str = "") -> None:
+        self._console.print(Text(text, style), soft_wrap=True)  # paths and commands stay in one piece, to be copied
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold", no_wrap=column in ("step", ""))
+    return table
+
+
+def _pace(progress: Progress, samples: deque[tuple[float, int]]) -> str:
+    """`120/600 steps  1.9 steps/s  ETA 4m 12s`: the rate of the last minute, so that resumed work does not count."""
+    text = f"{progress.done}/{progress.total} {progress.unit}" if progress.total else f"{progress.done} {progress.unit}"
+    (first_time, first), (last_time, last) = samples[0], samples[-1]
+    if last > first and last_time > first_time:
+        rate = (last - first) / (last_time - first_time)
+        text += f"  {rate:.3g} {progress.unit}/s" if rate >= 0.1 else f"  {1 / rate:.3g} s each"
+        text += f"  ETA {_seconds((progress.total - progress.done) / rate)}" if progress.total > progress.done else ""
+    return text
+
+
+def _metrics(metrics: Mapping[str, float]) -> str:
+    shown = list(metrics.items())[:NUM_METRICS]
+    return "  ".join(f"{name}={value:.4g}" for name, value in shown)
+
+
+def _seconds(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.1f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h {minutes:02}m" if hours else f"{minutes}m {rest:02}s"
+
+
+def _cause(error: BaseException) -> str:
+    """The message, cut in its middle when it is longer than a screen: remote tracebacks have their point at the end."""
+    lines = f"{type(error).__name__}: {error}".rstrip().splitlines()
+    return "\n".join(lines if len(lines) <= NUM_CAUSE_LINES else [*lines[:3], "...", *lines[3 - NUM_CAUSE_LINES :]])
+
+
+def _indented(text: str) -> str:
+    return text.replace("\n", "\n             ")
+
+
+def _command(argv: Sequence[str], begun: Sequence[str]) -> str:
+    """The same command, less the rebuilds that have begun: what they left goes on instead of being made once more."""
+    words = []
+    for word in argv[1:]:
+        if word.startswith("rebuild="):
+            names = [name.strip() for name in word.removeprefix("rebuild=").strip("[]").split(",")]
+            left = [name for name in names if name and name not in begun]
+            if not left:
+                continue
+            word = f"rebuild=[{','.join(left)}]"
+        words.append(word)
+    program = Path(argv[0])
+    python = Path(sys.executable)
+    shown = str(python.relative_to(Path.cwd())) if python.is_relative_to(Path.cwd()) else str(python)
+    return shlex.join([shown, *(["-m", program.parent.name] if program.name == "__main__.py" else [argv[0]]), *words])

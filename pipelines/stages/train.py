@@ -1,0 +1,130 @@
+"""train: a drafter from the target cache, by the loop of `dspark.training` on whatever engine the cluster has.
+
+The draft vocabulary is fixed first: the most frequent tokens of the training responses, plus stop and special tokens; its
+coverage of the responses is reported. Then a gang of workers trains, going on from the last whole checkpoint if there is
+one. The artifact is `drafter/` (layout: dspark/checkpoint.py) with the weights that were best on the select rows,
+`vocabulary.json`, `curves.jsonl` (one line a step) and `curves.png`.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dspark.cache import CacheReader
+from dspark.storage import Storage
+from pipelines import artifacts
+from pipelines.backends.object_store import open_storage
+from pipelines.dag import Artifact, Outcome, file_checksums
+from pipelines.flow import TrainConfig
+from pipelines.runner import Progress, Report, Work
+from pipelines.stages.cache_targets import cache_identity
+from pipelines.targets import local_folder
+
+if TYPE_CHECKING:
+    from dspark.training import EngineFactory
+
+VOCABULARY, CURVES, FIGURE = "vocabulary.json", "curves.jsonl", "curves.png"
+
+
+@dataclass(frozen=True)
+class Settings:
+    config: TrainConfig
+    target_uri: str
+    cache_uri: str
+    out_uri: str
+    micro_batch_sequences: int
+
+
+def run(config: TrainConfig, inputs: Mapping[str, Artifact], out: Storage, work: Work) -> Outcome:
+    from dspark.target import read_shape
+
+    shape = read_shape(local_folder(work.resources.target_uri))
+    cache = CacheReader(open_storage(inputs["cache"].uri), cache_identity(config, shape.width))
+    vocabulary = draft_vocabulary(config, cache, work.resources.target_uri, shape.vocab_size)
+    out.put(VOCABULARY, json.dumps(vocabulary).encode())
+    work.report(Progress(0, config.train.num_steps, "steps"))
+    settings = Settings(config, work.resources.target_uri, inputs["cache"].uri, out.uri, work.resources.micro_batch_sequences)
+    result = work.gang("pipelines.stages.train:train_worker", settings)
+    curves = [json.loads(line) for line in out.read(CURVES).splitlines()]
+    out.put(FIGURE, _figure(curves))
+    for name in out.list("checkpoints/"):
+        out.remove(name)
+    metrics = {**result, "draft_vocab_size": float(vocabulary["size"]), "draft_vocab_coverage": vocabulary["coverage"]}
+    names = [VOCABULARY, CURVES, FIGURE, *out.list(f"{artifacts.Drafter.FOLDER}/")]
+    return Outcome(file_checksums(out, names), metrics, (FIGURE,))
+
+
+def draft_vocabulary(config: TrainConfig, cache: CacheReader, target_uri: str, vocab_size: int) -> dict[str, Any]:
+    """`ids`: ascending target ids, or None for the whole vocabulary; `coverage`: share of training-response tokens inside."""
+    from dspark.chat import ChatTokenizer
+
+    if config.drafter.draft_vocab_size is None:
+        return {"ids": None, "size": vocab_size, "coverage": 1.0}
+    counts = np.zeros(vocab_size, np.int64)
+    for split, ids, mask in zip(cache.column("split"), cache.column("token_ids"), cache.column("loss_mask"), strict=True):
+        if split == "train":
+            counts += np.bincount(np.asarray(ids)[np.asarray(mask, bool)], minlength=vocab_size)
+    frequent = np.argsort(-counts, kind="stable")[: config.drafter.draft_vocab_size]
+    chosen = set(frequent[counts[frequent] > 0].tolist()) | set(ChatTokenizer(local_folder(target_uri)).special_ids)
+    ids = sorted(chosen)
+    return {"ids": ids, "size": len(ids), "coverage": float(counts[ids].sum() / max(counts.sum(), 1))}
+
+
+def train_worker(settings: Settings, make_engine: "EngineFactory", report: Report) -> dict[str, float]:
+    """One process of the gang; rank 0 writes the drafter and its result is the step's."""
+    import torch
+
+    from dspark.checkpoint import save_drafter
+    from dspark.drafters import build_drafter
+    from dspark.target import load_head
+    from dspark.training import DTYPES, TrainingData, train
+
+    config, out = settings.config, open_storage(settings.out_uri)
+    ids = json.loads(out.read(VOCABULARY))["ids"]
+    head = load_head(local_folder(settings.target_uri), DTYPES[config.train.precision])
+    draft_ids = None if ids is None else torch.tensor(ids)
+    drafter = build_drafter(config.drafter, head.shape, config.tapped_layers, config.mask_token_id, head.tables, draft_ids)
+    drafter.initialise(config.train.seed)
+    cache = CacheReader(open_storage(settings.cache_uri), cache_identity(config, head.shape.width))
+    split = cache.column("split")
+    rows = {name: [i for i, s in enumerate(split) if s == name] for name in ("train", "select")}
+    for name, found in rows.items():
+        if not found:
+            raise ValueError(f"the target cache holds no {name} row. Fix: more prompts in that split (stage.prompts.limits.{name})")
+    data = TrainingData(cache, rows["train"], rows["select"], config.drafter.block_size)
+
+    def on_step(metrics: Mapping[str, float]) -> None:
+        report(Progress(int(metrics["step"]), config.train.num_steps, "steps", {k: v for k, v in metrics.items() if k != "step"}))
+
+    state = train(drafter, data, config.train, make_engine, settings.micro_batch_sequences, out, on_step)
+    best = {"best_step": float(state.best_step), "select_accepted_length": state.best_accepted_length}
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        save_drafter(out, artifacts.Drafter.FOLDER, drafter, state.best_weights, config.target.weights, best)
+        out.put(CURVES, "".join(json.dumps(point) + "\n" for point in state.curves).encode())
+    num_parameters = sum(parameter.numel() for parameter in state.best_weights.values())
+    return {**best, "final_loss": state.curves[-1]["loss"], "num_parameters": float(num_parameters)}
+
+
+def _figure(curves: list[dict[str, float]]) -> bytes:
+    import io
+
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for name in ("loss", "loss_ce", "loss_tv", "loss_confidence"):
+        left.plot([point["step"] for point in curves], [point[name] for point in curves], label=name, linewidth=0.8)
+    left.set(xlabel="step", yscale="log", title="training loss")
+    right.plot([p["step"] for p in curves], [p["train_accepted_length"] for p in curves], label="train", linewidth=0.8)
+    selected = [point for point in curves if "select_accepted_length" in point]
+    right.plot([p["step"] for p in selected], [p["select_accepted_length"] for p in selected], "o-", label="select")
+    right.set(xlabel="step", title="expected accepted length (teacher-forced)")
+    for axes in (left, right):
+        axes.legend()
+        axes.grid(alpha=0.3)
+    sink = io.BytesIO()
+    figure.savefig(sink, format="png", dpi=110, metadata={"Software": None})
+    return sink.getvalue()

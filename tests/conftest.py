@@ -1,0 +1,42 @@
+"""What several test folders share: the cases of the shared folder, and a tiny random target on disk."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder: Llama, 3 layers, width 32, vocabulary 64, whose next-token distributions are peaked."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=256, initializer_range=0.1, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    model.model.embed_tokens.weight.data.normal_(0.0, 1.0)
+    model.lm_head.weight.data.normal_(0.0, 0.5)
+    folder = tmp_path_factory.mktemp("tiny_target")
+    model.save_pretrained(folder)
+    return folder
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`@pytest.mark.usefixtures` is not needed: a test of one case of `cases/<name>.json` takes `<name>_case`."""
+    for argument in metafunc.fixturenames:
+        if argument.endswith("_case"):
+            metafunc.parametrize(argument, _cases(argument.removesuffix("_case")))
+
+
+def _cases(name: str) -> list[Any]:
+    path = SHARED / "cases" / f"{name}.json"
+    if not path.is_file():
+        return [pytest.param({}, marks=pytest.mark.skip(reason=f"{path} is not there"))]
+    return [pytest.param(case, id=case["name"]) for case in json.loads(path.read_text())["cases"]]

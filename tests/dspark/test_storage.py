@@ -1,0 +1,136 @@
+"""The contract of a place that holds bytes, on a local folder."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dspark.storage import LocalStorage
+
+PROJECT_ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> LocalStorage:
+    return LocalStorage(str(tmp_path / "root"))
+
+
+def test_storage_uri_of_a_relative_path_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert LocalStorage("a/b").uri == str(tmp_path / "a/b")
+
+
+def test_storage_put_then_read_returns_the_bytes(storage: LocalStorage) -> None:
+    storage.put("folder/name", b"old")
+    storage.put("folder/name", b"new")
+    assert storage.read("folder/name") == b"new"
+    assert storage.size_bytes("folder/name") == 3
+    with storage.open("folder/name") as file:
+        file.seek(1)
+        assert file.read() == b"ew"
+
+
+def test_storage_put_file_copies_every_byte(storage: LocalStorage, tmp_path: Path) -> None:
+    data = os.urandom((1 << 24) + 17)  # more than one chunk
+    (tmp_path / "source").write_bytes(data)
+    storage.put_file("copy", tmp_path / "source")
+    assert storage.read("copy") == data
+
+
+@pytest.mark.parametrize("name", ["missing", "folder", "folder/object/below"])
+def test_storage_read_of_no_object_raises_file_not_found(storage: LocalStorage, name: str) -> None:
+    storage.put("folder/object", b"x")
+    assert not storage.exists(name)
+    for read in (storage.read, storage.open, storage.size_bytes):
+        with pytest.raises(FileNotFoundError):
+            read(name)
+
+
+def test_storage_remove_of_a_missing_object_is_no_error(storage: LocalStorage) -> None:
+    storage.put("a", b"x")
+    storage.remove("a")
+    storage.remove("a")
+    storage.remove("never/there")
+    assert storage.list() == []
+
+
+def test_storage_list_follows_prefixes_and_not_folders(storage: LocalStorage) -> None:
+    names = ["train/x-1/record.json", "train/x-2/record.json", "train/y", "trainer/z", "a"]
+    for name in names:
+        storage.put(name, b"")
+    assert storage.list() == sorted(names)
+    assert storage.list("train") == ["train/x-1/record.json", "train/x-2/record.json", "train/y", "trainer/z"]
+    assert storage.list("train/") == ["train/x-1/record.json", "train/x-2/record.json", "train/y"]
+    assert storage.list("train/x-2") == ["train/x-2/record.json"]
+    assert storage.list("none/at/all") == []
+
+
+def test_storage_list_reads_only_the_folder_of_its_prefix(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("train/a/1", "cache/a/1", "cache/b/1"):
+        storage.put(name, b"")
+    scanned: list[str] = []
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: scanned.append(os.path.relpath(path, storage.uri)) or scandir(path))
+    assert storage.list("cache/a") == ["cache/a/1"]
+    assert scanned == ["cache", "cache/a"]
+
+
+def test_storage_put_that_fails_leaves_nothing_visible_and_keeps_the_old(storage: LocalStorage, tmp_path: Path) -> None:
+    storage.put("name", b"old")
+    with pytest.raises(TypeError):
+        storage.put("name", "not bytes")  # type: ignore[arg-type]
+    with pytest.raises(FileNotFoundError):
+        storage.put_file("other", tmp_path / "no such file")
+    assert storage.list() == ["name"]
+    assert storage.read("name") == b"old"
+    assert [path.name for path in Path(storage.uri).iterdir()] == ["name"]
+
+
+KILLED_IN_PUT = """
+import sys
+from pathlib import Path
+from dspark.storage import LocalStorage
+fifo = Path(sys.argv[2])
+LocalStorage(sys.argv[1]).put_file("name", fifo)  # blocks in the middle: the other end never closes
+"""
+
+
+def test_storage_put_killed_in_the_middle_leaves_nothing_visible(storage: LocalStorage, tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    process = subprocess.Popen([sys.executable, "-c", KILLED_IN_PUT, storage.uri, str(fifo)], cwd=PROJECT_ROOT)
+    with fifo.open("wb", buffering=0) as source:
+        source.write(b"x" * 1000)
+        deadline = time.monotonic() + 20
+        while not list(Path(storage.uri).glob("name.*")) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert list(Path(storage.uri).glob("name.*")), "the kill came before the write had begun"
+    assert storage.list() == []
+    assert not storage.exists("name")
+
+
+def test_storage_put_below_a_regular_file_names_the_file_and_the_fix(storage: LocalStorage) -> None:
+    storage.put("file", b"x")
+    with pytest.raises(ValueError, match=r"root/file is a regular file, not a folder\. Fix: .*cluster\.root=") as caught:
+        storage.put("file/deep/below/name", b"y")
+    assert f"cannot store in {storage.uri}/file/deep/below" in str(caught.value)
+    assert storage.read("file") == b"x"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_storage_put_into_a_forbidden_folder_names_it_and_the_fix(storage: LocalStorage) -> None:
+    Path(storage.uri).mkdir(mode=0o500)
+    with pytest.raises(ValueError, match=r"permission denied\. Fix: "):
+        storage.put("name", b"y")
+
+
+def test_storage_pickled_into_another_process_reads_the_same(storage: LocalStorage) -> None:
+    storage.put("a", b"x")
+    assert pickle.loads(pickle.dumps(storage)).read("a") == b"x"

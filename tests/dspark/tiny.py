@@ -1,0 +1,91 @@
+"""Tiny random things that the tests of the library are made of. Numbers come from numpy seeds: equal on every machine.
+
+A drafter of width 16 over 23 tokens, and a cache of sequences whose states are noise.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dspark.cache import CacheIdentity, CacheReader, CacheRow, num_tapped, supervised_rows, write_manifest, write_shard
+from dspark.config import DFlashConfig, DrafterConfig, DSparkConfig, LossConfig, TargetShape, TrainingConfig
+from dspark.drafters import build_drafter
+from dspark.drafters.base import FrozenTables
+from dspark.drafters.dflash import DFlash
+from dspark.storage import LocalStorage
+
+SHAPE = TargetShape(
+    model_type="llama", num_layers=6, width=16, num_heads=4, num_kv_heads=2, head_width=6, mlp_width=20, vocab_size=23,
+    norm_epsilon=1e-5, rope_theta=100.0, embedding_scale=1.0, norm_weight_offset=0.0, logit_soft_cap=None,
+)  # fmt: skip
+CAPPED = dataclasses.replace(SHAPE, embedding_scale=4.0, logit_soft_cap=3.0)
+TAPPED = (1, 3, 4)
+BLOCK = 4
+MASK = 22  # the mask token
+REDUCED = torch.tensor([0, 2, 3, 5, 8, 11, 12, 17, 21])
+IDENTITY = CacheIdentity("a" * 64, TAPPED, SHAPE.width)
+CONFIGS: dict[str, DrafterConfig] = {
+    "dflash": DFlashConfig("dflash", num_layers=2, block_size=BLOCK, draft_vocab_size=None),
+    "dspark": DSparkConfig("dspark", num_layers=2, block_size=BLOCK, draft_vocab_size=None, markov_rank=5),
+}
+TRAINING = TrainingConfig(
+    lr=3e-3, num_steps=20, warmup_fraction=0.2, weight_decay=0.0, clip_norm=1.0, batch_sequences=4, num_anchors=6, precision="fp64", seed=7,
+    select_every_steps=5, checkpoint_every_steps=10, loss=LossConfig(alpha_ce=0.1, alpha_tv=0.9, alpha_confidence=1.0, position_decay=4.0),
+)  # fmt: skip
+
+
+def tables(shape: TargetShape = SHAPE, seed: int = 1) -> FrozenTables:
+    generator = np.random.default_rng(seed)
+    embedding, head = (torch.from_numpy(generator.normal(0.0, scale, (shape.vocab_size, shape.width))) for scale in (1.0, 0.5))
+    return FrozenTables(embedding, head)
+
+
+def drafter(kind: str, draft_ids: Tensor | None = None, shape: TargetShape = SHAPE, seed: int = 2) -> DFlash:
+    """An fp64 drafter whose every parameter, norms and biases too, is random and far from its initial value."""
+    model = build_drafter(CONFIGS[kind], shape, TAPPED, MASK, tables(shape), draft_ids).double()
+    generator = np.random.default_rng(seed)
+    for _, parameter in sorted(model.named_parameters()):
+        centre, scale = (1.0, 0.3) if parameter.dim() == 1 and len(parameter) > 1 else (0.0, 0.3)
+        parameter.data.copy_(torch.from_numpy(generator.normal(centre, scale, parameter.shape)))
+    return model
+
+
+def loss_mask(num_prompt: int, num_response: int, hole: Sequence[int] = ()) -> np.ndarray:
+    mask = np.array([0] * num_prompt + [1] * num_response, dtype=np.uint8)
+    mask[list(hole)] = 0
+    return mask
+
+
+def row(name: str, mask: np.ndarray, seed: int, split: str = "train", shape: TargetShape = SHAPE) -> CacheRow:
+    """A sequence with random tokens and states; its log-sum-exp is that of `tables(shape)`."""
+    generator = np.random.default_rng(seed)
+    tapped = bf16(generator.normal(0.0, 1.0, (num_tapped(mask), len(TAPPED), shape.width)))
+    final = bf16(generator.normal(0.0, 1.0, (len(supervised_rows(mask)), shape.width)))
+    logits = torch.from_numpy(final.copy()).view(torch.bfloat16).double() @ tables(shape).lm_head_VD.T
+    if shape.logit_soft_cap is not None:
+        logits = shape.logit_soft_cap * torch.tanh(logits / shape.logit_soft_cap)
+    tokens = generator.integers(0, MASK, len(mask)).astype(np.int32)
+    return CacheRow(name, f"domain-{seed % 2}", split, tokens, mask, tapped, final, logits.logsumexp(-1).numpy().astype(np.float32))
+
+
+def bf16(values: np.ndarray) -> np.ndarray:
+    """Rounded to bf16, as the uint16 view in which the cache keeps it."""
+    return torch.from_numpy(values).bfloat16().view(torch.uint16).numpy()
+
+
+def rows(num_train: int = 8, num_select: int = 3) -> list[CacheRow]:
+    """Prompts of 2-5 tokens, responses of 6-13, one of them with a hole in its loss mask."""
+    masks = [loss_mask(2 + i % 4, 6 + (5 * i) % 8, hole=[9] if i == 2 else []) for i in range(num_train + num_select)]
+    return [row(f"row-{i}", mask, 100 + i, "train" if i < num_train else "select") for i, mask in enumerate(masks)]
+
+
+def write_cache(folder: Path, sequences: Sequence[CacheRow], rows_per_shard: int = 4, identity: CacheIdentity = IDENTITY) -> CacheReader:
+    storage = LocalStorage(str(folder))
+    starts = range(0, len(sequences), rows_per_shard)
+    receipts = [write_shard(storage, f"shard-{i:05d}", sequences[start : start + rows_per_shard], identity) for i, start in enumerate(starts)]
+    write_manifest(storage, receipts, identity)
+    return CacheReader(storage, identity)
