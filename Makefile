@@ -28,6 +28,7 @@ status: setup ## say what is there and who is working on it
 	@$(BIN)/python -m pipelines mode=status $(ARGS)
 
 ui: setup ## open MLflow on http://127.0.0.1:5000 (PORT=..., ROOT=another artifacts folder)
+	@mkdir -p $(ROOT)
 	$(BIN)/mlflow ui --backend-store-uri sqlite:///$(abspath $(ROOT))/mlflow.db --host 127.0.0.1 --port $(PORT) --workers 1
 
 test: export RAY_AUTH_MODE := disabled

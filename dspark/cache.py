@@ -82,7 +82,7 @@ def num_tapped(loss_mask_T: np.ndarray) -> int:
 
 
 def check_row(row: CacheRow, identity: CacheIdentity) -> None:
-    """ValueError when a row's states do not belong to its tokens, are not finite, or a layer is all zero."""
+    """ValueError when a row's states do not belong to its tokens, are not finite, or are all zero at a layer or position."""
     P, S, L, D = num_tapped(row.loss_mask_T), len(supervised_rows(row.loss_mask_T)), len(identity.tapped_layers), identity.width
     expected = {"loss_mask": (len(row.token_ids_T),), "tapped": (P, L, D), "final": (S, D), "log_sum_exp": (S,)}
     for name, array in zip(expected, (row.loss_mask_T, row.tapped_PLD, row.final_SD, row.log_sum_exp_S), strict=True):
@@ -92,8 +92,10 @@ def check_row(row: CacheRow, identity: CacheIdentity) -> None:
         # bf16 is not finite when all 8 exponent bits are set, and zero when all but the sign are clear.
         if np.any((array & 0x7F80) == 0x7F80):
             raise ValueError(f"row {row.row_id}: {name} holds a NaN or an infinity")
-        if array.size and not np.all(np.any((array & 0x7FFF) != 0, axis=(0, -1))):
-            raise ValueError(f"row {row.row_id}: a layer of {name} is all zero")
+        is_zero = ~np.any((array & 0x7FFF) != 0, axis=-1)
+        if is_zero.any():  # a layer that was never captured, or the tail of a buffer that was not filled
+            first, count = np.argwhere(is_zero)[0].tolist(), int(is_zero.sum())
+            raise ValueError(f"row {row.row_id}: {name} is all zero at {first}, at {count} places in all")
     if not np.all(np.isfinite(row.log_sum_exp_S)):
         raise ValueError(f"row {row.row_id}: log_sum_exp holds a NaN or an infinity")
 

@@ -34,7 +34,7 @@ def save_drafter(
     """Writes weights, then config; returns the file names."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     if len(drafter.draft_ids_W) < drafter.shape.vocab_size:
-        tensors["d2t"] = (drafter.draft_ids_W - torch.arange(len(drafter.draft_ids_W))).contiguous()
+        tensors["d2t"] = drafter.draft_ids_W.cpu() - torch.arange(len(drafter.draft_ids_W))
     config = {
         "format_version": DRAFTER_FORMAT_VERSION,
         "drafter": dataclasses.asdict(drafter.config),
@@ -66,5 +66,5 @@ def load_drafter(storage: Storage, folder: str, head: TargetHead, target_weights
     draft_ids = None if offsets is None else offsets + torch.arange(len(offsets))
     drafter_config = _CONFIGS[config["drafter"]["kind"]](**config["drafter"])
     drafter = build_drafter(drafter_config, head.shape, tuple(config["tapped_layers"]), config["mask_token_id"], head.tables, draft_ids)
-    drafter.load_state_dict(tensors)
-    return drafter.to(dtype).eval()
+    drafter.to(dtype).load_state_dict(tensors)
+    return drafter.eval()

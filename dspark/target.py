@@ -127,6 +127,8 @@ class TransformersTarget:
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval().to(device)
         self._tapped: dict[int, Tensor] = {}
         body = self._model.get_decoder()
+        has_window = "sliding_attention" in (getattr(body.config, "layer_types", None) or ())
+        self._window: int | None = body.config.sliding_window if has_window else None
         for layer in tapped_layers:
             body.layers[layer].register_forward_hook(lambda _module, _inputs, output, layer=layer: self._keep(layer, output))
         self._body = body
@@ -141,7 +143,10 @@ class TransformersTarget:
 
     @torch.no_grad()
     def forward(self, tokens_BT: Tensor, positions_BT: Tensor, cache: KeyValueCache) -> TargetStates:
-        mask = cache.begin(positions_BT)
+        mask: Any = cache.begin(positions_BT)
+        if self._window is not None:  # layers of two kinds; a finished mask is taken as it is, so both are made here
+            is_near = torch.arange(mask.shape[-1], device=self.device) > positions_BT[:, None, :, None] - self._window
+            mask = {"full_attention": mask, "sliding_attention": mask & is_near}
         output = self._body(input_ids=tokens_BT, attention_mask=mask, position_ids=positions_BT, past_key_values=cache, use_cache=True)
         return TargetStates(torch.stack([self._tapped[layer] for layer in self.tapped_layers], dim=2), output.last_hidden_state)
 

@@ -168,7 +168,7 @@ def train(
         metrics = _step(engine, drafter, data, config, num_micro, state.step)
         state.step += 1
         if state.step % config.select_every_steps == 0 or state.step == config.num_steps:
-            selected = _select(engine, drafter, data, config)
+            selected = _select(engine, drafter, data, config, per_rank // num_micro)
             metrics |= selected
             if selected["select_accepted_length"] > state.best_accepted_length:
                 state.best_step, state.best_accepted_length = state.step, selected["select_accepted_length"]
@@ -200,7 +200,9 @@ def _step(engine: TrainEngine, drafter: DFlash, data: TrainingData, config: Trai
         totals = row if not len(totals) else totals + row
     grad_norm = engine.step(learning_rate(step, config))
     totals = engine.all_sum(totals)
-    ce, tv, confidence = float(totals[0] / sum_weights_ce), float(totals[1] / sum_weights), float(totals[2] / sum_weights)
+    # A step in which no row counts has loss 0, as in `total_loss`; one whose labels all lie outside still has TV.
+    denominators = (sum_weights_ce, sum_weights, sum_weights)
+    ce, tv, confidence = (float(n / d) if d > 0 else 0.0 for n, d in zip(totals[:3], denominators, strict=True))
     loss = config.loss.alpha_ce * ce + config.loss.alpha_tv * tv + config.loss.alpha_confidence * confidence
     if not math.isfinite(loss) or not math.isfinite(grad_norm):
         names = [data.cache[data.train_rows[d.row]].row_id for d in draws]
@@ -217,12 +219,12 @@ def _acceptance(totals: Tensor, block_size: int, split: str) -> dict[str, float]
 
 
 @torch.no_grad()
-def _select(engine: TrainEngine, drafter: DFlash, data: TrainingData, config: TrainingConfig) -> dict[str, float]:
+def _select(engine: TrainEngine, drafter: DFlash, data: TrainingData, config: TrainingConfig, micro_size: int) -> dict[str, float]:
     """Expected accepted length, teacher-forced, on the select rows with fixed anchors."""
     dtype = DTYPES[config.precision]
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     totals = torch.zeros(2 + 2 * data.block_size, dtype=wide, device=engine.device)
-    size = config.batch_sequences * engine.world_size
+    size = micro_size * engine.world_size  # a rank's memory is sized for micro-batches
     for start in range(0, len(data.select_rows), size):
         numbers = data.select_rows[start : start + size]
         mine = numbers[engine.rank :: engine.world_size] or numbers[:1]

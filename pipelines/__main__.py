@@ -66,7 +66,7 @@ def command_line() -> int:
         screen.config_error(error)
         return 2
     except KeyboardInterrupt:
-        screen.note("stopped. What is finished stays; the same command goes on from there")
+        screen.interrupted()
         return 130
     return 0
 

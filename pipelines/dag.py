@@ -21,6 +21,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -112,29 +113,20 @@ def canonical(value: Any, path: str = "config") -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: canonical(getattr(value, f.name), f"{path}.{f.name}") for f in dataclasses.fields(value)}
         return {"__type__": type(value).__name__, **fields}
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        if value != value or value in (float("inf"), float("-inf")):
-            raise TypeError(f"{path}: {value} has no JSON form, so it cannot be part of a fingerprint")
+    if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
         return value
     if isinstance(value, tuple | list):
         return [canonical(item, f"{path}[{i}]") for i, item in enumerate(value)]
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {key: canonical(value[key], f"{path}.{key}") for key in sorted(value)}
-    allowed = "dataclass, str, int, float, bool, None, tuple, list, dict with str keys"
-    raise TypeError(f"{path}: {type(value).__name__} cannot be part of a fingerprint (allowed: {allowed})")
+    allowed = "dataclass, str, int, finite float, bool, None, tuple, list, dict with str keys"
+    raise TypeError(f"{path}: {value!r:.40} ({type(value).__name__}) cannot be part of a fingerprint (allowed: {allowed})")
 
 
 def identity(step: Step) -> dict[str, Any]:
     """The hashed payload: everything that decides what the artifact is, and nothing about where it is made."""
-    return {
-        "step": step.name,
-        "version": step.version,
-        "function": step.function,
-        "config": canonical(step.config),
-        "inputs": {name: fingerprint(step.inputs[name]) for name in sorted(step.inputs)},
-    }
+    inputs = {name: fingerprint(step.inputs[name]) for name in sorted(step.inputs)}
+    return {"step": step.name, "version": step.version, "function": step.function, "config": canonical(step.config), "inputs": inputs}
 
 
 def digest(value: Any) -> str:
@@ -231,9 +223,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], step_name: str) 
         setting = path.removeprefix("config.")
         return f"stage.{setting}" if setting.split(".")[0] == step_name else setting
 
-    def short(text: str) -> str:
-        return text if len(text) <= 40 else text[:37] + "..."
-
     before, after = leaves(old, ""), leaves(new, "")
     pairs = [(path, before.get(path, "absent"), after.get(path, "absent")) for path in sorted(before.keys() | after.keys())]
-    return [f"{words(path)}: {short(a)} -> {short(b)}" for path, a, b in pairs if a != b]
+    short = [(path, *(text if len(text) <= 40 else f"{text[:37]}..." for text in texts)) for path, *texts in pairs if texts[0] != texts[1]]
+    return [f"{words(path)}: {a} -> {b}" for path, a, b in short]

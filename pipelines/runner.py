@@ -44,8 +44,8 @@ class Work(Protocol):
     """What a step function may ask of the place where it runs."""
 
     resources: Resources
-    report: Report
 
+    def report(self, progress: Progress, /) -> None: ...
     def map(self, worker: str, settings: Any, items: Sequence[Any]) -> Iterator[Any]:
         """Results of `worker(settings)(item)` as they come. `worker` is an import path; each place builds it once.
 
@@ -77,8 +77,15 @@ class Tracker(Protocol):
     def end(self, error: BaseException | None) -> None: ...
 
 
-class NullTracker(Tracker):
-    """cluster.tracker=none: the bodies of the protocol do nothing."""
+class NullTracker:
+    """cluster.tracker=none."""
+
+    def begin(self, config: Mapping[str, Any]) -> None: ...
+    def hit(self, step: Step, record: Mapping[str, Any]) -> None: ...
+    def start(self, step: Step) -> str | None: ...
+    def progress(self, progress: Progress) -> None: ...
+    def finish(self, outcome: Outcome, storage: Storage, record: Mapping[str, Any]) -> None: ...
+    def end(self, error: BaseException | None) -> None: ...
 
 
 class Screen(Protocol):

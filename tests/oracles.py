@@ -62,7 +62,12 @@ class Loss:
 
 
 def loss(
-    draft_logits: Sequence, target_logits: Sequence, label_ids: Sequence, confidence_logits: Sequence | None, draft_ids: Sequence[int], gamma: float
+    draft_logits: Sequence,
+    target_logits: Sequence,
+    label_ids: Sequence,
+    confidence_logits: Sequence | None,
+    draft_ids: Sequence[int],
+    gamma: float,
 ) -> Loss:
     """Rows [A][K]; draft logits over the draft vocabulary, target logits over the whole one; label -1 = does not count.
 
@@ -156,7 +161,8 @@ def drafter_rows(drafter, tapped_TLD: Tensor, anchors: Sequence[int], previous_A
             parts = (w[f"{p}self_attn.{name}_proj.weight"] @ vector).reshape(num, H)
             if position is None:
                 return parts
-            return torch.stack([rotate(rms_norm(part, w[f"{p}self_attn.{name}_norm.weight"], eps), position, shape.rope_theta) for part in parts])
+            norm = w[f"{p}self_attn.{name}_norm.weight"]
+            return torch.stack([rotate(rms_norm(part, norm, eps), position, shape.rope_theta) for part in parts])
 
         normed = [rms_norm(row, w[p + "input_layernorm.weight"], eps) for row in x]
         columns = list(zip([*context, *normed], [*range(len(context)), *positions], strict=True))

@@ -22,7 +22,6 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
-from urllib.parse import urlsplit
 
 from dspark.storage import Storage
 from pipelines.dag import RECORD, Outcome, Step, canonical, fingerprint
@@ -37,9 +36,12 @@ KEY_CHARACTERS, PARAM_CHARACTERS, TAG_CHARACTERS = 250, 6000, 8000
 
 
 class MlflowTracker:
-    """runner.Tracker over MLflow. ValueError from the constructor or `begin` when the tracking store cannot be used."""
+    """runner.Tracker over MLflow. ValueError from the constructor or `begin` when the tracking store cannot be used.
 
-    def __init__(self, tracking_uri: str, experiment: str, artifact_root: str) -> None:
+    `artifact_root`: where a new experiment keeps its files; None leaves the choice to the server.
+    """
+
+    def __init__(self, tracking_uri: str, experiment: str, artifact_root: str | None) -> None:
         # No usage reports, and no lines of its own between ours on the screen.
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
@@ -118,7 +120,7 @@ class MlflowTracker:
         for run_id in open_runs:
             with self._warn("the end of a run"):
                 if error is not None:
-                    self._client.set_tag(run_id, "error", f"{type(error).__name__}: {error}"[:TAG_CHARACTERS])
+                    self._client.set_tag(run_id, "error", _masked(f"{type(error).__name__}: {error}")[:TAG_CHARACTERS])
                 self._client.set_terminated(run_id, status)
 
     def _experiment(self) -> str:
@@ -178,9 +180,8 @@ class MlflowTracker:
         try:
             yield
         except Exception as error:
-            place = urlsplit(self._uri)._replace(netloc=urlsplit(self._uri).netloc.rpartition("@")[2]).geturl()  # without a password
             raise ValueError(
-                f"cluster.tracking_uri: {place} cannot be used ({_first_line(error)}). Fix: check cluster.tracking_uri, "
+                f"cluster.tracking_uri: {_masked(self._uri)} cannot be used ({_first_line(error)}). Fix: check cluster.tracking_uri, "
                 "MLFLOW_TRACKING_URI and cluster.root, or go on without MLflow: cluster.tracker=none"
             ) from error
 
@@ -199,7 +200,7 @@ def _flatten(config: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(value, Mapping) and value:
             for key in value:
                 yield from leaves(value[key], f"{path}.{key}" if path else str(key))
-        else:
+        elif path:
             text = value if isinstance(value, str) else json.dumps(value, default=str)
             yield _key(path), text if len(text) <= PARAM_CHARACTERS else text[: PARAM_CHARACTERS - 3] + "..."
 
@@ -215,4 +216,9 @@ def _milliseconds() -> int:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
+    return _masked((str(error) or type(error).__name__).splitlines()[0])
+
+
+def _masked(text: str) -> str:
+    """Less the user and password of a uri."""
+    return re.sub(r"//[^/@\s]*@", "//", text)

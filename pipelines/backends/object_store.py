@@ -36,7 +36,7 @@ S3_CONFIG = {"connect_timeout": 10, "read_timeout": 60, "retries": {"mode": "sta
 
 # What another attempt changes, and what it does not. The names are botocore's, which is not imported for their sake.
 TRANSIENT_MODULES = ("aiohttp", "http")
-TRANSIENT_NAMES = {"HTTPClientError", "ResponseParserError", "IncompleteReadError"}
+TRANSIENT_NAMES = {"HTTPClientError", "ConnectionError", "ResponseParserError", "IncompleteReadError"}
 LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError)
 LASTING_ERRNO = {errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG, errno.EMSGSIZE, getattr(errno, "EREMCHG", errno.ENOENT)}
 LASTING_CREDENTIALS = {
@@ -206,13 +206,18 @@ class _Reader(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        end = min(self._position + len(buffer), self._size_bytes)
-        if end <= self._position:
-            return 0
-        data = self._storage.read_range(self._object, self._position, end)
+        data = self._next(len(buffer))
         buffer[: len(data)] = data
-        self._position += len(data)
         return len(data)
+
+    def readall(self) -> bytes:  # the inherited one asks for 8 KiB at a time
+        return self._next(self._size_bytes)
+
+    def _next(self, num_bytes: int) -> bytes:
+        end = min(self._position + num_bytes, self._size_bytes)
+        data = self._storage.read_range(self._object, self._position, end) if end > self._position else b""
+        self._position += len(data)
+        return data
 
 
 def _connect(scheme: str, uri: str) -> Any:

@@ -14,9 +14,8 @@ from tests import oracles
 
 def _batch(label_BAK, valid_BAK):
     """Only what the loss reads of a batch is real."""
-    B, A, K = label_BAK.shape
     nothing = torch.zeros(0)
-    return TrainingBatch(nothing, torch.zeros(B, A, dtype=torch.long), nothing, label_BAK, valid_BAK, nothing, nothing)
+    return TrainingBatch(nothing, torch.zeros(label_BAK.shape[:2], dtype=torch.long), nothing, label_BAK, valid_BAK, nothing, nothing)
 
 
 def _run(draft_logits, confidence_logits, target_log_probs, label, valid, draft_ids, config):
@@ -29,7 +28,8 @@ def _run(draft_logits, confidence_logits, target_log_probs, label, valid, draft_
 
 
 def _case(case):
-    draft, target, confidence = (torch.tensor(case[name], dtype=torch.float64) for name in ("draft_logits", "target_logits", "confidence_logits"))
+    names = ("draft_logits", "target_logits", "confidence_logits")
+    draft, target, confidence = (torch.tensor(case[name], dtype=torch.float64) for name in names)
     config = LossConfig(case["alphas"]["ce"], case["alphas"]["tv"], case["alphas"]["confidence"], case["gamma"])
     draft.requires_grad_()
     confidence.requires_grad_()
@@ -95,8 +95,9 @@ def test_reduced_vocabulary_loss_equals_the_loop_over_the_whole_one(seed):
     sums, weights, total = _run(draft, confidence, target.log_softmax(-1)[..., DRAFT_IDS], label, valid, DRAFT_IDS, CONFIG)
     oracle = oracles.loss(draft.tolist(), target.tolist(), label.tolist(), confidence.tolist(), DRAFT_IDS.tolist(), CONFIG.position_decay)
     found = [x.item() for x in (sums.ce, sums.tv, sums.confidence, weights.sum, weights.sum_ce, total)]
-    alphas = (CONFIG.alpha_ce, CONFIG.alpha_tv, CONFIG.alpha_confidence)
-    assert found == pytest.approx([oracle.ce, oracle.tv, oracle.confidence, oracle.sum_weights, oracle.sum_weights_ce, oracle.total(alphas)], rel=1e-12)
+    total = oracle.total((CONFIG.alpha_ce, CONFIG.alpha_tv, CONFIG.alpha_confidence))
+    wanted = [oracle.ce, oracle.tv, oracle.confidence, oracle.sum_weights, oracle.sum_weights_ce, total]
+    assert found == pytest.approx(wanted, rel=1e-12)
     rates = [[row[k] or 0.0 for row in oracle.accept] for k in range(label.shape[1])]
     assert sums.accept_sum_K.tolist() == pytest.approx([sum(row) for row in rates], rel=1e-12)
     assert 1.0 + float(sums.accepted_length_sum / sums.block_count) == pytest.approx(oracle.accepted_length(), rel=1e-12)

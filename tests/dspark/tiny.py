@@ -86,6 +86,8 @@ def rows(num_train: int = 8, num_select: int = 3) -> list[CacheRow]:
 def write_cache(folder: Path, sequences: Sequence[CacheRow], rows_per_shard: int = 4, identity: CacheIdentity = IDENTITY) -> CacheReader:
     storage = LocalStorage(str(folder))
     starts = range(0, len(sequences), rows_per_shard)
-    receipts = [write_shard(storage, f"shard-{i:05d}", sequences[start : start + rows_per_shard], identity) for i, start in enumerate(starts)]
+    receipts = [
+        write_shard(storage, f"shard-{i:05d}", sequences[start : start + rows_per_shard], identity) for i, start in enumerate(starts)
+    ]
     write_manifest(storage, receipts, identity)
     return CacheReader(storage, identity)

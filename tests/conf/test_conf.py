@@ -1,0 +1,89 @@
+"""Every file in conf/ composes and validates, and a wrong one is answered with field, value, rule and fix."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipelines import flow, targets
+from pipelines.config import PROJECT_ROOT, compose
+from pipelines.dag import fingerprint
+
+CONF = PROJECT_ROOT / "conf"
+EXPERIMENTS = sorted(p.stem for p in (CONF / "experiment").glob("*.yaml") if p.stem != "paper_recipe")
+CHOICES = [(group, path.stem) for group in ("drafter", "data", "cluster", "target") for path in sorted((CONF / group).glob("*.yaml"))]
+
+
+@pytest.fixture(autouse=True)
+def known_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Composition must not depend on which models are on this machine."""
+    monkeypatch.setattr(targets, "_existing", lambda source: Path(source.path))
+    known = {"weights_sha256": "w", "tokenizer_sha256": "t", "chat_template_sha256": "c"}
+    monkeypatch.setattr(targets, "read_identity", lambda folder: known)
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_experiment_composes_and_wires_every_step(experiment: str) -> None:
+    settings, _ = compose([f"experiment={experiment}"])
+    steps = flow.build(settings)
+    assert [step.name for step in steps] == ["prompts", "regenerate", "cache_targets", "train", "evaluate"]
+    assert len({fingerprint(step) for step in steps}) == 5
+
+
+@pytest.mark.parametrize(("group", "choice"), CHOICES)
+def test_choice_of_a_group_composes(group: str, choice: str) -> None:
+    settings, _ = compose([f"{group}={choice}"])
+    assert flow.build(settings)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["stage.train.lrr=1"], ["stage.train.lrr", "did you mean stage.train.lr"]),
+        (["stage.train.lr=fast"], ["stage.train.lr", "'fast'", "number"]),
+        (["stage.train.num_steps=1.5"], ["stage.train.num_steps", "1.5"]),
+        (["target=llama9"], ["target", "'llama9'", "smollm2_135m"]),
+        (["experiment=tinny"], ["experiment", "tiny"]),
+        (["until=trane"], ["until", "trane", "evaluate"]),
+        (["rebuild=[regen]"], ["rebuild", "regenerate"]),
+        (["drafter.markov_rank=0"], ["drafter.markov_rank", "drafter=dflash"]),
+        (["target.tapped_layers=[8,1]"], ["target.tapped_layers", "ascending"]),
+        (["stage.prompts.fractions.train=0.9"], ["stage.prompts.fractions", "add up to 1"]),
+        (["stage.train.batch_sequences=7", "cluster.micro_batch_sequences=2"], ["stage.train.batch_sequences", "multiple of 2"]),
+        (["cluster.train_engine=deepspeed", "cluster.executor=local"], ["cluster.train_engine", "cluster=ray"]),
+        (["stage.evaluate.settings=[{temperature: 1.0, draft_mode: probabilistic, ablation: null, top: 1}]"], ["stage.evaluate.settings.0.top", "unknown"]),
+        (["stage.evaluate.max_new_tokens=100000"], ["stage.evaluate.max_new_tokens", "1023"]),
+        (["nonsense"], ["nonsense", "overrides look like"]),
+    ],
+)  # fmt: skip
+def test_wrong_setting_is_answered_with_field_and_fix(overrides: list[str], expected: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        compose(overrides)
+    text = str(caught.value)
+    assert all(part in text for part in [*expected, "Fix:"]), text
+    assert len(text) < 600
+
+
+def test_fingerprint_changes_with_identity_and_not_with_execution() -> None:
+    def fingerprints(*overrides: str) -> dict[str, str]:
+        return {step.name: fingerprint(step) for step in flow.build(compose(list(overrides))[0])}
+
+    base = fingerprints()
+    moved = fingerprints("cluster=gpu", "cluster.root=s3://bucket/x", "cluster.train_workers=4", "cluster.zero_stage=3", "cluster.micro_batch_sequences=2")
+    assert moved == base
+    changed = fingerprints("stage.train.lr=2e-4")
+    assert {name for name in base if changed[name] != base[name]} == {"train", "evaluate"}
+    changed = fingerprints("stage.evaluate.max_new_tokens=64")
+    assert {name for name in base if changed[name] != base[name]} == {"evaluate"}
+    changed = fingerprints("target.tapped_layers=[2,8,14]")
+    assert {name for name in base if changed[name] != base[name]} == {"cache_targets", "train", "evaluate"}
+
+
+def test_plan_imports_no_heavy_library() -> None:
+    code = (
+        "import sys; from pipelines import __main__, flow; from pipelines.config import compose; compose(['experiment=paper_qwen3_4b']);"
+        "flow.build(compose(['experiment=paper_qwen3_4b'])[0]); print([m for m in ('torch','ray','mlflow','vllm','transformers','pyarrow') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PROJECT_ROOT)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,287 @@
+"""Speculative decoding on a tiny random Llama: the target's own text and distribution, whatever the drafter says.
+
+The drafter is a DSpark whose Markov head holds the target's next-token logits of one-token contexts and whose backbone is
+random: it is often right, often wrong, and its block logits depend on the whole context.
+"""
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dspark.config import DFlashConfig, DSparkConfig
+from dspark.decoding import DecodingConfig, Request, decode
+from dspark.drafters import build_drafter
+from dspark.drafters.base import DraftSampling, TrainingBatch
+from dspark.sampling import distribution
+from dspark.target import TransformersTarget, load_head
+from tests import oracles
+
+TAPPED, K, V = (0, 1), 4, 64
+REDUCED = torch.arange(0, V, 3)
+FLOATS = ("draft_probs", "target_probs", "confidence_logits")
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target):
+    return TransformersTarget(tiny_target, TAPPED, torch.float64, torch.device("cpu"))
+
+
+def _drafter(folder: Path, target, kind="dspark", draft_ids=None):
+    head = load_head(folder, target.dtype)
+    config = DSparkConfig(kind, 2, K, None, markov_rank=V) if kind == "dspark" else DFlashConfig(kind, 2, K, None)
+    drafter = build_drafter(config, head.shape, TAPPED, 63, head.tables, draft_ids).to(target.dtype)
+    generator = np.random.default_rng(0)
+    for _, parameter in sorted(drafter.named_parameters()):
+        if parameter.dim() > 1:
+            parameter.data.copy_(torch.from_numpy(generator.normal(0.0, 0.3, parameter.shape)))
+    if kind == "dspark":
+        drafter.norm.weight.data.fill_(0.2)  # the backbone disturbs the head's guess, it does not drown it
+        logits_VV = torch.stack([target.logits(target.states([token]).final_BTD)[0] for token in range(V)])
+        drafter.markov_head.markov_w1.weight.data.copy_(torch.eye(V))
+        drafter.markov_head.markov_w2.weight.data.copy_(logits_VV.T[drafter.draft_ids_W])
+    return drafter
+
+
+@pytest.fixture(scope="module")
+def drafter(tiny_target, target):
+    return _drafter(tiny_target, target)
+
+
+REQUESTS = [
+    Request(f"request-{i}", tuple(ids), domain="math", source="made up")
+    for i, ids in enumerate([[3, 14, 15, 9, 26, 5], [35], [8, 9, 7, 9], [32, 38, 46, 26, 43, 38, 32, 7, 9], [50, 28, 8]])
+]
+CONFIG = DecodingConfig(DraftSampling("probabilistic", 1.0), max_new_tokens=24, stop_ids=(), batch_size=5, seed=3)
+
+
+def _config(mode="probabilistic", temperature=1.0, **changes):
+    return dataclasses.replace(CONFIG, sampling=DraftSampling(mode, temperature), **changes)
+
+
+def _run(target, drafter, config, requests=REQUESTS):
+    completions = list(decode(target, drafter, requests, config))
+    assert sorted(c.request.id for c in completions) == sorted(r.id for r in requests)
+    return {c.request.id: c for c in completions}
+
+
+def _texts(completions):
+    return {name: c.token_ids for name, c in completions.items()}
+
+
+def _assert_same_round(a, b, tolerance=1e-9):
+    """Equal but for rounding, which depends on the neighbours in a batch."""
+    for name in FLOATS:
+        assert getattr(a, name) == pytest.approx(getattr(b, name), abs=tolerance)
+    blank = dict.fromkeys(FLOATS, ())
+    assert dataclasses.replace(a, **blank) == dataclasses.replace(b, **blank)
+
+
+# --- temperature 0 --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["probabilistic", "greedy"])
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize(
+    ("kind", "draft_ids"), [("dspark", None), ("dspark", REDUCED), ("dflash", None)], ids=["dspark", "reduced", "dflash"]
+)
+def test_text_at_temperature_zero_equals_plain_greedy_and_transformers(tiny_target, target, kind, draft_ids, batch_size, mode):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float64).eval()
+    config = _config(mode, 0.0, batch_size=batch_size)
+    plain = _texts(_run(target, None, config))
+    speculative = _run(target, _drafter(tiny_target, target, kind, draft_ids), config)
+    assert _texts(speculative) == plain
+    for request in REQUESTS:
+        prompt = torch.tensor([request.prompt_ids])
+        generated = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=24, pad_token_id=0)
+        assert plain[request.id] == generated[0, prompt.shape[1] :].tolist()
+    if kind == "dspark" and draft_ids is None:  # else this test would only see rejections
+        accepted = [r.accepted for c in speculative.values() for r in c.rounds]
+        assert {0, K} <= set(accepted)
+
+
+# --- temperature 1 --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("is_speculative", [True, False], ids=["speculative", "plain"])
+def test_samples_in_batches_of_one_and_five_are_equal_by_request_id(tiny_target, dtype, is_speculative):
+    target = TransformersTarget(tiny_target, TAPPED, dtype, torch.device("cpu"))
+    drafter = _drafter(tiny_target, target) if is_speculative else None
+    one, five = (_run(target, drafter, _config(batch_size=n)) for n in (1, 5))
+    turned = _run(target, drafter, _config(batch_size=2), REQUESTS[::-1])
+    assert _texts(one) == _texts(five) == _texts(turned)
+    assert len({tuple(c.token_ids) for c in one.values()}) == len(REQUESTS)
+    for name, completion in one.items():
+        for a, b in zip(completion.rounds, five[name].rounds, strict=True):
+            _assert_same_round(a, b, 1e-9 if dtype == torch.float64 else 1e-4)
+
+
+def test_samples_of_another_seed_or_id_differ(target, drafter):
+    first, other = _texts(_run(target, drafter, _config())), _texts(_run(target, drafter, _config(seed=4)))
+    assert all(first[name] != other[name] for name in first)
+    twins = [dataclasses.replace(REQUESTS[0], id=name) for name in "ab"]
+    assert len({tuple(text) for text in _texts(_run(target, drafter, _config(), twins)).values()}) == 2
+
+
+PROMPT, NUM_SAMPLES = (3, 14, 15), 3000
+
+
+@pytest.fixture(scope="module")
+def exact(target):
+    """The target's probability of the first two tokens after PROMPT, and of the second and third, [V, V] each."""
+
+    def following(prefixes):
+        tokens = torch.tensor(prefixes)
+        cache = target.new_cache(len(tokens), tokens.shape[1])
+        states = target.forward(tokens, torch.arange(tokens.shape[1]).expand(len(tokens), -1), cache)
+        return distribution(target.logits(states.final_BTD[:, -1]), 1.0)
+
+    first = following([PROMPT])[0]
+    second = following([[*PROMPT, a] for a in range(V)])
+    third = following([[*PROMPT, a, b] for a in range(V) for b in range(V)]).view(V, V, V)
+    pair = first[:, None] * second
+    return pair.numpy(), (pair[..., None] * third).sum(0).numpy()
+
+
+def _pairs(target, drafter, mode):
+    """Counts of the first two, and of the second and third tokens over many requests of one prompt."""
+    requests = [Request(f"sample-{i}", PROMPT) for i in range(NUM_SAMPLES)]
+    completions = decode(target, drafter, requests, _config(mode, max_new_tokens=3, batch_size=500))
+    texts = np.array([c.token_ids for c in completions])
+    counts = np.zeros((2, V, V))
+    for i in range(2):
+        np.add.at(counts[i], (texts[:, i], texts[:, i + 1]), 1)
+    return counts
+
+
+@pytest.mark.parametrize("mode", ["probabilistic", "greedy"])
+def test_speculative_tokens_at_temperature_one_follow_the_targets_distribution(target, drafter, exact, mode):
+    for counts, wanted in zip(_pairs(target, drafter, mode), exact, strict=True):
+        assert oracles.fit(counts.ravel(), wanted.ravel()) > 1e-3
+        assert oracles.fit(counts.sum(0), wanted.sum(0)) > 1e-3
+
+
+def test_speculative_tokens_without_the_residual_fail_the_same_test(target, drafter, exact, monkeypatch):
+    """The negative control: a correction drawn from the target itself is biased, and the counts show it."""
+    monkeypatch.setattr("dspark.sampling.residual", lambda target_probs, draft_probs: target_probs)
+    counts = _pairs(target, drafter, "probabilistic")
+    assert oracles.fit(counts[0].ravel(), exact[0].ravel()) < 1e-9
+
+
+# --- rounds ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rounds_add_up_to_the_text(target, drafter, temperature):
+    for completion in _run(target, drafter, _config(temperature=temperature, max_new_tokens=25)).values():
+        text = [completion.token_ids[0]]
+        for i, r in enumerate(completion.rounds):
+            assert (r.round_index, r.anchor_token, r.request_id) == (i, text[-1], completion.request.id)
+            assert r.context_length_tokens == len(completion.request.prompt_ids) + len(text) - 1
+            assert (r.domain, r.source, r.temperature, r.policy) == ("math", "made up", temperature, "verify_all")
+            assert len(r.draft_tokens) == len(r.draft_probs) == len(r.target_probs) == len(r.confidence_logits) == r.proposed == K
+            assert not r.ended_by_stop
+            text += [*r.draft_tokens[: r.accepted], r.next_token]
+        assert text[:25] == completion.token_ids
+        emitted = sum(r.accepted + 1 for r in completion.rounds)
+        last = completion.rounds[-1].accepted + 1  # only the last round may be cut by the limit
+        assert emitted - last < len(completion.token_ids) - 1 <= emitted
+        assert (completion.finish_reason, len(completion.token_ids)) == ("length", 25)
+
+
+@pytest.mark.parametrize("mode", ["probabilistic", "greedy"])
+def test_rounds_hold_the_probabilities_of_a_teacher_forced_pass(target, drafter, mode):
+    """The drafter's context, grown over rounds with rejections, padding and neighbours, equals the whole text's states."""
+    for completion in _run(target, drafter, _config(mode, 0.7)).values():
+        text = [*completion.request.prompt_ids, *completion.token_ids]
+        states = target.states(text)
+        for r in completion.rounds:
+            a = r.context_length_tokens
+            previous = torch.tensor([[[r.anchor_token, *r.draft_tokens[:-1]]]])
+            batch = TrainingBatch(states.tapped_BTLD[None, :a], torch.tensor([[a]]), previous, previous, previous >= 0, None, None)
+            with torch.no_grad():
+                output = drafter(batch)
+            p_draft = distribution(output.draft_logits_BAKW[0, 0], 0.7 if mode == "probabilistic" else 0.0)
+            assert r.draft_probs == pytest.approx([float(p_draft[k, x]) for k, x in enumerate(r.draft_tokens)], abs=1e-9)
+            assert r.confidence_logits == pytest.approx(output.confidence_logits_BAK[0, 0].tolist(), abs=1e-9)
+            drafted = target.states([*text[: a + 1], *r.draft_tokens])
+            p_target = distribution(target.logits(drafted.final_BTD[a : a + K]), 0.7)
+            assert r.target_probs == pytest.approx([float(p_target[k, x]) for k, x in enumerate(r.draft_tokens)], abs=1e-9)
+
+
+def test_ablated_rounds_carry_their_variant(target, drafter):
+    completions = _run(target, drafter, _config(variant="no_markov", max_new_tokens=3))
+    assert {r.variant for c in completions.values() for r in c.rounds} == {"no_markov"}
+
+
+# --- where texts end ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_stop_token_ends_the_text_and_cuts_the_round_that_accepts_it(target, drafter, temperature):
+    requests = [dataclasses.replace(REQUESTS[i % 5], id=f"{i}") for i in range(20)]
+    free = _run(target, drafter, _config(temperature=temperature), requests)
+    stop_ids = tuple(token for token, _ in Counter(t for c in free.values() for t in c.token_ids[1:]).most_common(4))
+    stopped = _run(target, drafter, _config(temperature=temperature, stop_ids=stop_ids), requests)
+    kinds = Counter()
+    for name, completion in stopped.items():
+        whole = free[name].token_ids
+        end = next((i + 1 for i, token in enumerate(whole) if token in stop_ids), None)
+        assert completion.token_ids == whole[:end]  # a request's stream does not depend on what ends it
+        assert completion.finish_reason == ("length" if end is None else "stop")
+        for i, (r, uncut) in enumerate(zip(completion.rounds, free[name].rounds, strict=False)):
+            at = next((k + 1 for k, token in enumerate(uncut.draft_tokens[: uncut.accepted]) if token in stop_ids), None)
+            assert r.ended_by_stop == (at is not None)
+            if at is None:
+                _assert_same_round(r, uncut)
+                kinds["stop as next token"] += r.next_token in stop_ids
+            else:
+                assert i == len(completion.rounds) - 1
+                columns = {name: getattr(uncut, name)[:at] for name in ("draft_tokens", *FLOATS)}
+                _assert_same_round(r, dataclasses.replace(uncut, **columns, proposed=at, accepted=at, next_token=None, ended_by_stop=True))
+                kinds["stop accepted"] += 1
+                kinds["stop accepted and more after it"] += at < uncut.accepted
+        if completion.finish_reason == "stop":
+            assert len(completion.token_ids) - 1 == sum(r.accepted + (not r.ended_by_stop) for r in completion.rounds)
+    assert min(kinds["stop accepted"], kinds["stop as next token"]) > 0, kinds
+    assert temperature == 0.0 or kinds["stop accepted and more after it"] > 0, kinds
+
+
+def test_stop_token_from_the_prefill_ends_the_text_without_a_round(target, drafter):
+    first = _run(target, drafter, _config(temperature=0.0, max_new_tokens=1))
+    config = _config(temperature=0.0, stop_ids=tuple({c.token_ids[0] for c in first.values()}))
+    for name, completion in _run(target, drafter, config).items():
+        assert (completion.token_ids, completion.rounds, completion.finish_reason) == (first[name].token_ids, [], "stop")
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 7])
+@pytest.mark.parametrize("is_speculative", [True, False], ids=["speculative", "plain"])
+def test_limit_of_new_tokens_cuts_the_same_text(target, drafter, limit, is_speculative):
+    model = drafter if is_speculative else None
+    whole, cut = (_run(target, model, _config(max_new_tokens=n)) for n in (24, limit))
+    for name, completion in cut.items():
+        assert completion.token_ids == whole[name].token_ids[:limit]
+        assert completion.finish_reason == "length"
+        for a, b in zip(completion.rounds, whole[name].rounds, strict=False):
+            _assert_same_round(a, b)
+        assert bool(completion.rounds) == (is_speculative and limit > 1)
+
+
+def test_request_without_prompt_tokens_is_refused_by_name(target, drafter):
+    with pytest.raises(ValueError, match="request nothing: the prompt has no tokens"):
+        list(decode(target, drafter, [*REQUESTS, Request("nothing", ())], CONFIG))
+
+
+def test_drafter_in_another_precision_than_its_target_decodes_the_same_greedy_text(tiny_target, target, drafter):
+    config = _config(temperature=0.0, max_new_tokens=12)
+    wanted = _texts(_run(target, None, config))
+    for dtype in (torch.float32, torch.bfloat16):
+        other = _drafter(tiny_target, target).to(dtype)
+        assert _texts(_run(target, other, config)) == wanted
+        assert all(len(c.token_ids) == 12 for c in _run(target, other, _config(max_new_tokens=12)).values())

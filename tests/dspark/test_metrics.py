@@ -1,0 +1,72 @@
+"""Acceptance statistics against the cases; the bootstrap against a known distribution."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from dspark.metrics import acceptance, bootstrap_interval, truncate_by_threshold
+
+
+def _columns(case):
+    return tuple([r[name] for r in case["rounds"]] for name in ("proposed", "accepted", "ended_by_stop", "confidences"))
+
+
+def test_acceptance_of_a_case_has_its_rates_and_denominators(acceptance_case):
+    proposed, accepted, ended_by_stop, _ = _columns(acceptance_case)
+    found = dataclasses.asdict(acceptance(proposed, accepted, ended_by_stop, acceptance_case["block_size"]))
+    assert found.pop("num_rounds") == len(proposed)
+    for name, value in found.items():
+        wanted = acceptance_case["expected"][name]
+        if isinstance(wanted, list):
+            assert [x is None for x in value] == [x is None for x in wanted], name
+            assert [x or 0.0 for x in value] == pytest.approx([x or 0.0 for x in wanted], abs=1e-10), name
+        else:
+            assert value == (None if wanted is None else pytest.approx(wanted, abs=1e-10)), name
+
+
+def test_threshold_sweep_of_a_case_truncates_the_same_rounds(acceptance_case):
+    _, accepted, ended_by_stop, confidences = _columns(acceptance_case)
+    for wanted in acceptance_case["expected"]["threshold_sweep"]:
+        verified, kept, stops = truncate_by_threshold(accepted, ended_by_stop, confidences, wanted["threshold"])
+        assert verified == wanted["verified_lengths"]
+        assert kept == wanted["accepted"]
+        assert np.mean(verified) == pytest.approx(wanted["mean_verified"])
+        assert np.mean(verified) - np.mean(kept) == pytest.approx(wanted["mean_rejected"])
+        found = acceptance(verified, kept, stops, acceptance_case["block_size"])
+        for name in ("acceptance_rate", "acceptance_rate_with_bonus", "accepted_length"):
+            value = getattr(found, name)
+            assert value == (None if wanted[name] is None else pytest.approx(wanted[name], abs=1e-10)), name
+
+
+def test_acceptance_of_no_rounds_has_no_ratios():
+    found = acceptance([], [], [], 2)
+    assert (found.accepted_length, found.acceptance_rate, found.num_rounds) == (None, None, 0)
+    assert found.prefix_survival == found.conditional_acceptance == [None, None]
+
+
+def test_accepted_length_of_uneven_prompts_pools_rounds():
+    """One prompt of a single round of 4 and one of three rounds of 0: pooled (5 + 3) / 4, not (5 + 1) / 2."""
+    assert acceptance([4, 4, 4, 4], [4, 0, 0, 0], [False] * 4, 4).accepted_length == 2.0
+
+
+def test_bootstrap_interval_of_equal_prompts_is_a_point():
+    assert bootstrap_interval([6.0] * 5, [2.0] * 5) == (3.0, 3.0)
+
+
+def test_bootstrap_interval_of_ratios_covers_the_truth_about_as_often_as_it_says():
+    generator, hits = np.random.default_rng(3), 0
+    for trial in range(300):
+        rounds = generator.integers(1, 9, 60)
+        tokens = np.array([generator.integers(1, 6, n).sum() for n in rounds])  # mean 3 a round
+        low, high = bootstrap_interval(tokens, rounds, seed=trial, num_resamples=200)
+        assert low <= tokens.sum() / rounds.sum() <= high
+        hits += low <= 3.0 <= high
+    assert 0.88 < hits / 300 < 0.99
+
+
+def test_bootstrap_interval_resamples_prompts_not_rounds():
+    """Rounds of a prompt go together: two kinds of prompts make a wide interval however many rounds each has."""
+    low, high = bootstrap_interval([1000.0, 5000.0] * 10, [1000.0] * 20)
+    assert high - low > 1.0
+    assert bootstrap_interval([1.0, 2.0, 4.0], [1.0] * 3, seed=1) == bootstrap_interval([1.0, 2.0, 4.0], [1.0] * 3, seed=1)

@@ -1,0 +1,159 @@
+"""The target against transformers' own forward: which state is tapped, what the head sees, and batches of unequal length."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dspark.target import TransformersTarget, load_head, read_shape
+
+TAPPED = (0, 1)
+CPU = torch.device("cpu")
+TOKENS = [5, 63, 0, 17, 17, 40, 2, 31, 8, 8, 12]
+
+
+def _load(folder, dtype=torch.float64):
+    return TransformersTarget(folder, TAPPED, dtype, CPU)
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target):
+    return _load(tiny_target)
+
+
+@pytest.fixture(scope="module")
+def sliding(tmp_path_factory):
+    """A Qwen3 with tied embeddings whose last two layers see a window of 4 positions."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(1)
+    config = Qwen3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        initializer_range=0.3, tie_word_embeddings=True, use_sliding_window=True, sliding_window=4, max_window_layers=1,
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("sliding_target")
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(params=["llama", "qwen3_sliding_tied"])
+def folder(request):
+    return request.getfixturevalue("tiny_target" if request.param == "llama" else "sliding")
+
+
+def _reference(folder, tokens):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    with torch.no_grad():
+        return model(torch.tensor([tokens]), output_hidden_states=True)
+
+
+def test_tapped_and_final_states_equal_those_of_transformers(folder):
+    target, reference = _load(folder), _reference(folder, TOKENS)
+    states = target.states(TOKENS)
+    for i, layer in enumerate(TAPPED):
+        assert torch.allclose(states.tapped_BTLD[:, i], reference.hidden_states[layer + 1][0], atol=1e-12)
+    assert torch.allclose(states.final_BTD, reference.hidden_states[-1][0], atol=1e-12)
+    assert torch.allclose(target.logits(states.final_BTD), reference.logits[0], atol=1e-12)
+
+
+def test_head_read_from_safetensors_gives_the_targets_logits_and_final_norm(folder):
+    target, head = _load(folder), load_head(folder, torch.float64)
+    states, before_norm = target.states(TOKENS), []
+    hook = target._body.norm.register_forward_hook(lambda _module, inputs, _output: before_norm.append(inputs[0]))
+    target.states(TOKENS)
+    hook.remove()
+    assert torch.allclose(head.logits(states.final_BTD), target.logits(states.final_BTD), atol=1e-12)
+    assert torch.allclose(head.normalise(before_norm[0][0]), states.final_BTD, atol=1e-6)  # transformers' norm is fp32
+    assert torch.equal(head.tables.embedding_VD, target._model.get_input_embeddings().weight)
+    assert (head.tables.lm_head_VD is head.tables.embedding_VD) == target._model.config.tie_word_embeddings
+
+
+def test_states_of_a_padded_batch_equal_those_of_each_sequence_alone(folder):
+    target = _load(folder)
+    prompts = [TOKENS, TOKENS[:3], TOKENS[2:9]]
+    padded = torch.tensor([[*p, *[0] * (len(TOKENS) - len(p))] for p in prompts])
+    states = target.forward(padded, torch.arange(len(TOKENS)).expand(3, -1), target.new_cache(3, 20))
+    for i, prompt in enumerate(prompts):
+        alone = target.states(prompt)
+        assert torch.allclose(states.tapped_BTLD[i, : len(prompt)], alone.tapped_BTLD, atol=1e-12)
+        assert torch.allclose(states.final_BTD[i, : len(prompt)], alone.final_BTD, atol=1e-12)
+
+
+def test_states_after_rejected_tokens_equal_those_of_the_kept_text(folder):
+    """Two rounds at different positions a row, over entries that a rejected draft and padding left behind."""
+    target, cache = _load(folder), _load(folder).new_cache(2, 24)
+    kept, lengths = [TOKENS[:6], TOKENS[:3]], [6, 3]
+    target.forward(torch.tensor([kept[0], [*kept[1], 9, 9, 9]]), torch.arange(6).expand(2, -1), cache)
+    rejected = torch.tensor([[60, 61, 62], [33, 34, 35]])
+    target.forward(rejected, torch.tensor(lengths)[:, None] + torch.arange(3), cache)
+    following = torch.tensor([[1, 2], [3, 4]])
+    states = target.forward(following, torch.tensor(lengths)[:, None] + torch.arange(2), cache)
+    for i in range(2):
+        alone = target.states([*kept[i], *following[i].tolist()])
+        assert torch.allclose(states.final_BTD[i], alone.final_BTD[-2:], atol=1e-12)
+        assert torch.allclose(states.tapped_BTLD[i], alone.tapped_BTLD[-2:], atol=1e-12)
+
+
+def test_cache_after_selecting_requests_goes_on_with_theirs(target):
+    cache = target.new_cache(3, 12)
+    prompts = torch.tensor([TOKENS[:4], TOKENS[1:5], TOKENS[2:6]])
+    target.forward(prompts, torch.arange(4).expand(3, -1), cache)
+    cache.select(torch.tensor([2, 0]))
+    states = target.forward(torch.tensor([[7], [8]]), torch.full((2, 1), 4), cache)
+    for row, (prompt, token) in enumerate([(TOKENS[2:6], 7), (TOKENS[:4], 8)]):
+        assert torch.allclose(states.final_BTD[row], target.states([*prompt, token]).final_BTD[-1:], atol=1e-12)
+
+
+def test_logits_of_a_capped_head_are_bounded(tiny_target, tmp_path):
+    _copy(tiny_target, tmp_path, final_logit_softcapping=2.0)
+    head, plain = load_head(tmp_path, torch.float64), load_head(tiny_target, torch.float64)
+    final = torch.randn(3, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(head.logits(final), 2.0 * torch.tanh(plain.logits(final) / 2.0), atol=1e-12)
+    assert plain.logits(final).abs().max() > 2.0
+
+
+def test_logits_of_a_bf16_target_are_fp32(tiny_target):
+    target = _load(tiny_target, torch.bfloat16)
+    assert target.logits(target.states(TOKENS).final_BTD).dtype == torch.float32
+    assert load_head(tiny_target, torch.bfloat16).tables.embedding_VD.dtype == torch.bfloat16
+
+
+def test_target_with_its_last_layer_tapped_is_refused(tiny_target):
+    with pytest.raises(ValueError, match=r"target.tapped_layers: \[0, 2\] must be"):
+        TransformersTarget(tiny_target, (0, 2), torch.float32, CPU)
+
+
+def test_head_in_several_files_equals_the_head_in_one(tiny_target, tmp_path):
+    _copy(tiny_target, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    weight_map = {}
+    for i, name in enumerate(sorted(tensors)):
+        weight_map[name] = f"model-{i % 2}.safetensors"
+    for file in set(weight_map.values()):
+        save_file({name: tensors[name] for name in tensors if weight_map[name] == file}, tmp_path / file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    whole, parts = load_head(tiny_target, torch.float32), load_head(tmp_path, torch.float32)
+    assert torch.equal(whole.tables.embedding_VD, parts.tables.embedding_VD)
+    assert torch.equal(whole.tables.lm_head_VD, parts.tables.lm_head_VD)
+    assert torch.equal(whole.norm_weight_D, parts.norm_weight_D)
+
+
+def test_head_of_a_folder_without_embedding_is_refused(tiny_target, tmp_path):
+    _copy(tiny_target, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({name: tensor for name, tensor in tensors.items() if "embed" not in name}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="no embedding or no final norm"):
+        load_head(tmp_path, torch.float32)
+
+
+def _copy(source, destination, **changes):
+    for file in source.iterdir():
+        (destination / file.name).write_bytes(file.read_bytes())
+    config = json.loads((destination / "config.json").read_text())
+    (destination / "config.json").write_text(json.dumps({**config, **changes}))
+    assert read_shape(destination).vocab_size == 64

@@ -1,0 +1,161 @@
+"""The whole trunk on a random tiny target: in one process, and on real Ray, vLLM, DeepSpeed and MLflow."""
+
+import json
+import os
+import re
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipelines.config import PROJECT_ROOT
+
+STEPS = ["prompts", "regenerate", "cache_targets", "train", "evaluate"]
+ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+
+
+def start(root: Path, *overrides: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "pipelines", "experiment=tiny", f"cluster.root={root}", *overrides]
+    return subprocess.Popen(command, cwd=PROJECT_ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def pipeline(root: Path, *overrides: str, status: int = 0) -> str:
+    process = start(root, *overrides)
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == status, output
+    return output
+
+
+def verdicts(output: str) -> dict[str, str]:
+    """What the plan says of each step."""
+    return {m[1]: m[2] for m in re.finditer(r"^(\w+)\s+(hit|run)\b", output, re.MULTILINE)}
+
+
+def records(root: Path) -> dict[str, dict]:
+    return {path.parent.parent.name: json.loads(path.read_text()) for path in root.glob("*/*/record.json")}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root in which the local trunk has run once."""
+    root = tmp_path_factory.mktemp("trunk")
+    output = pipeline(root)
+    assert verdicts(output) == dict.fromkeys(STEPS, "run")
+    return root
+
+
+def test_trunk_local_run_makes_every_artifact_with_its_record(finished: Path) -> None:
+    made = records(finished)
+    assert sorted(made) == sorted(STEPS)
+    report = json.loads(next(finished.glob("evaluate/*/report.json")).read_text())
+    assert report["lossless"]["num_wrong"] == 0
+    assert report["lossless"]["num_prompts"] == 4
+    assert set(report["settings"]) == {"t0-greedy", "t0-greedy-no_markov", "t1-probabilistic"}
+    assert all(1.0 <= report["settings"][name]["test"]["all"]["accepted_length"] <= 5.0 for name in report["settings"])
+    assert made["train"]["inputs"]["cache"]["payload_sha256"] == made["cache_targets"]["payload_sha256"]
+    assert not list(finished.rglob("*.partial"))
+    assert not list(finished.rglob("lease.json"))
+
+
+def test_trunk_second_run_hits_everything_and_starts_nothing(finished: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.is_file()}
+    output = pipeline(finished, "cluster=ray", "cluster.tracker=none")
+    assert verdicts(output) == dict.fromkeys(STEPS, "hit")
+    assert {path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("stage.evaluate.max_new_tokens=8", {"evaluate"}),
+        ("stage.train.lr=2e-3", {"train", "evaluate"}),
+        ("rebuild=[regenerate]", {"regenerate", "cache_targets", "train", "evaluate"}),
+        ("cluster.engine_workers=3", set()),
+    ],
+)
+def test_trunk_plan_reruns_exactly_what_depends_on_a_change(finished: Path, override: str, expected: set[str]) -> None:
+    output = pipeline(finished, "mode=plan", override)
+    assert {step for step, verdict in verdicts(output).items() if verdict == "run"} == expected
+    if override.startswith("stage."):
+        assert f"{override.split('=')[0]}:" in output
+
+
+def test_trunk_rebuild_makes_new_responses_and_everything_after_them(finished: Path) -> None:
+    before = records(finished)
+    pipeline(finished, "rebuild=[regenerate]", "until=train")
+    after = records(finished)
+    assert after["prompts"]["provenance"] == before["prompts"]["provenance"]
+    for step in ("regenerate", "cache_targets", "train"):
+        assert after[step]["payload_sha256"] != before[step]["payload_sha256"]
+    assert verdicts(pipeline(finished, "mode=plan")) == {**dict.fromkeys(STEPS, "hit"), "evaluate": "run"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "status", "expected"),
+    [
+        (["stage.train.lrr=1"], 2, "did you mean stage.train.lr"),
+        (["data.uris=[does/not/exist.jsonl]"], 2, "data.uris"),
+        (["target.mask_token_id=40"], 1, "target.mask_token_id"),
+        (["drafter.block_size=60"], 1, "drafter.block_size"),
+    ],
+)
+def test_trunk_bad_request_is_one_screen_with_field_and_fix(finished: Path, overrides: list[str], status: int, expected: str) -> None:
+    output = pipeline(finished, *overrides, status=status)
+    assert expected in output
+    assert "Fix:" in output
+    assert "Traceback" not in output
+    assert output.count("\n") < 40
+
+
+def test_trunk_store_below_a_regular_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    output = pipeline(tmp_path / "file" / "root", status=2)
+    assert "regular file" in output
+    assert "cluster.root" in output
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize(("step", "mark"), [("regenerate", "rows-00001.json"), ("cache_targets", "shard-00001.json"), ("train", "complete.json")])
+def test_trunk_killed_driver_goes_on_from_what_was_finished(tmp_path: Path, step: str, mark: str) -> None:
+    """SIGKILL once the step has finished a part of its work; then the same command."""
+    slow = ["stage.regenerate.shard_prompts=4", "stage.train.num_steps=60", f"until={step}"]
+    process = start(tmp_path, *slow)
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / step).rglob(mark)):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert step not in records(tmp_path), "the step finished before it was killed"
+    receipts = [path for path in (tmp_path / step).rglob("*.json") if path.name.startswith(("rows-", "shard-", "complete"))]
+    parts = [p for r in receipts for p in (r, r.with_suffix(".parquet"), r.with_suffix(".arrow")) if p.is_file()]
+    kept = {path: path.read_bytes() for path in parts}
+    output = pipeline(tmp_path, *slow)
+    assert verdicts(output)[step] == "run"
+    if step == "train":
+        assert len([line for line in next(tmp_path.glob("train/*/curves.jsonl")).read_text().splitlines()]) == 60
+    else:
+        assert {path: path.read_bytes() for path in kept} == kept
+    assert step in records(tmp_path)
+
+
+@pytest.mark.ray
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_trunk_on_real_ray_vllm_deepspeed_and_mlflow(tmp_path: Path) -> None:
+    overrides = ["cluster=ray", "cluster.tracker=mlflow", "stage.regenerate.engine=vllm", "stage.cache_targets.engine=vllm", "stage.train.precision=bf16"]
+    pipeline(tmp_path, *overrides)
+    made = records(tmp_path)
+    assert sorted(made) == sorted(STEPS)
+    with sqlite3.connect(tmp_path / "mlflow.db") as database:
+        runs = dict(database.execute("select run_uuid, name from runs").fetchall())
+        curve = database.execute("select count(*) from metrics where run_uuid = ? and key = 'loss'", (made["train"]["mlflow_run_id"],)).fetchone()
+    assert {runs[made[step]["mlflow_run_id"]] for step in STEPS} == set(STEPS)
+    assert curve[0] >= 20
+    output = pipeline(tmp_path, *overrides)
+    assert verdicts(output) == dict.fromkeys(STEPS, "hit")
