@@ -100,7 +100,9 @@ def check_row(row: CacheRow, identity: CacheIdentity) -> None:
         raise ValueError(f"row {row.row_id}: log_sum_exp holds a NaN or an infinity")
 
 
-def write_shard(storage: Storage, name: str, rows: Iterable[CacheRow], identity: CacheIdentity, dropped: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+def write_shard(
+    storage: Storage, name: str, rows: Iterable[CacheRow], identity: CacheIdentity, dropped: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
     """Writes a shard and then its receipt; returns the receipt. Every row is checked first. `dropped`: rows set aside."""
     metadata = {
         "schema": "dspark.cache",
@@ -172,10 +174,17 @@ class CacheReader:
             self.manifest: Mapping[str, Any] = json.loads(storage.read(MANIFEST))
         except FileNotFoundError as error:
             raise ValueError(f"{storage.uri}: no {MANIFEST}, so this cache is not whole. Fix: run the step cache_targets again") from error
-        found = (self.manifest["schema_version"], self.manifest["target_weights_sha256"], tuple(self.manifest["tapped_layers"]), self.manifest["width"])
+        found = (
+            self.manifest["schema_version"],
+            self.manifest["target_weights_sha256"],
+            tuple(self.manifest["tapped_layers"]),
+            self.manifest["width"],
+        )
         wanted = (CACHE_SCHEMA_VERSION, identity.target_weights_sha256, identity.tapped_layers, identity.width)
         if found != wanted:
-            raise ValueError(f"{storage.uri}: (schema, target, tapped layers, width) = {found}, the drafter needs {wanted}. Fix: run cache_targets for this target")
+            raise ValueError(
+                f"{storage.uri}: (schema, target, tapped layers, width) = {found}, the drafter needs {wanted}. Fix: run cache_targets for this target"
+            )
         self._shards = [self._open(shard["file"]) for shard in self.manifest["shards"]]
         self._index = [(s, b) for s, shard in enumerate(self._shards) for b in range(shard.num_record_batches)]
         self._shape = (-1, len(identity.tapped_layers), identity.width)
@@ -207,5 +216,12 @@ class CacheReader:
 
         row_id, domain, split = (batch.column(name)[0].as_py() for name in ("row_id", "domain", "split"))
         return CacheRow(
-            row_id, domain, split, values("token_ids"), values("loss_mask"), states("tapped").reshape(self._shape), states("final").reshape(-1, self._shape[-1]), values("log_sum_exp")
+            row_id,
+            domain,
+            split,
+            values("token_ids"),
+            values("loss_mask"),
+            states("tapped").reshape(self._shape),
+            states("final").reshape(-1, self._shape[-1]),
+            values("log_sum_exp"),
         )

@@ -55,7 +55,9 @@ def load_drafter(storage: Storage, folder: str, head: TargetHead, target_weights
     """A drafter ready to draft for this target; ValueError when it was trained for another one."""
     config = json.loads(storage.read(f"{folder}/config.json"))
     if config["format_version"] != DRAFTER_FORMAT_VERSION:
-        raise ValueError(f"{storage.uri}/{folder}: format version {config['format_version']}, this version reads {DRAFTER_FORMAT_VERSION}. Fix: train it again")
+        raise ValueError(
+            f"{storage.uri}/{folder}: format version {config['format_version']}, this version reads {DRAFTER_FORMAT_VERSION}. Fix: train it again"
+        )
     if config["target"]["weights_sha256"] != target_weights_sha256:
         raise ValueError(
             f"{storage.uri}/{folder}: trained for target weights {config['target']['weights_sha256'][:16]}, given {target_weights_sha256[:16]}. "

@@ -33,10 +33,13 @@ def rows_of_step(step: int, num_rows: int, batch_sequences: int, seed: int) -> l
 
 def build_batch(rows: Sequence[tuple[CacheRow, tuple[int, ...]]], num_anchors: int, block_size: int) -> TrainingBatch:
     """Blocks of these rows (with their anchor seeds), contexts and anchors padded to the longest and the most."""
-    laid = [lay_blocks(row.loss_mask_T, draw_anchors(row.loss_mask_T, num_anchors, np.random.default_rng(seed)), block_size) for row, seed in rows]
+    laid = [
+        lay_blocks(row.loss_mask_T, draw_anchors(row.loss_mask_T, num_anchors, np.random.default_rng(seed)), block_size)
+        for row, seed in rows
+    ]
     B, A, K = len(rows), max(max(len(b.anchors_A) for b in laid), 1), block_size
     # An anchor sees what lies strictly before it, so the context ends at the last anchor.
-    T = max(max((int(b.anchors_A.max(initial=0)) for b in laid)), 1)
+    T = max(max(int(b.anchors_A.max(initial=0)) for b in laid), 1)
     L, D = rows[0][0].tapped_PLD.shape[1:]
     tapped = torch.zeros(B, T, L, D, dtype=torch.bfloat16)
     anchors, previous = np.zeros((B, A), np.int64), np.zeros((B, A, K), np.int64)
@@ -55,7 +58,15 @@ def build_batch(rows: Sequence[tuple[CacheRow, tuple[int, ...]]], num_anchors: i
         state = np.where(blocks.valid_AK, state, 0)
         final[i, :a] = as_bf16(row.final_SD)[torch.from_numpy(state)]
         log_sum_exp[i, :a] = row.log_sum_exp_S[state]
-    return TrainingBatch(tapped, *(torch.from_numpy(x) for x in (anchors, previous, label, valid)), final, torch.from_numpy(log_sum_exp))
+    return TrainingBatch(
+        tapped,
+        torch.from_numpy(anchors),
+        torch.from_numpy(previous),
+        torch.from_numpy(label),
+        torch.from_numpy(valid),
+        final,
+        torch.from_numpy(log_sum_exp),
+    )
 
 
 def as_bf16(states: np.ndarray) -> Tensor:

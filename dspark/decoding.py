@@ -88,7 +88,9 @@ class _Batch:
     def _prefill(self, longest: int) -> tuple[Tensor, Tensor]:
         """Runs the prompts (padded on the right) and draws each request's first token, which belongs to no round."""
         lengths = [len(completion.request.prompt_ids) for completion in self.live]
-        tokens_BT = torch.tensor([[*c.request.prompt_ids, *[0] * (longest - n)] for c, n in zip(self.live, lengths, strict=True)], device=self.device)
+        tokens_BT = torch.tensor(
+            [[*c.request.prompt_ids, *[0] * (longest - n)] for c, n in zip(self.live, lengths, strict=True)], device=self.device
+        )
         positions_BT = torch.arange(longest, device=self.device).expand(len(lengths), -1)
         states = self.target.forward(tokens_BT, positions_BT, self.cache)
         if self.drafter is not None and self.context is not None:

@@ -34,13 +34,17 @@ def target_shape(config: Mapping[str, Any]) -> TargetShape:
     config = config.get("text_config", config)
     model_type = config["model_type"]
     if model_type not in FAMILIES:
-        raise ValueError(f"target config.json: model_type {model_type!r} is not a known family ({', '.join(FAMILIES)}). Fix: add a row to dspark/families.py")
+        raise ValueError(
+            f"target config.json: model_type {model_type!r} is not a known family ({', '.join(FAMILIES)}). Fix: add a row to dspark/families.py"
+        )
     family = FAMILIES[model_type]
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     is_per_layer_type = any(isinstance(value, Mapping) for value in rope.values())
     if is_per_layer_type or kind != "default" or rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ValueError(f"target config.json: rope {dict(rope)} is not supported, only the default rotary embedding is. Fix: use a target without rope scaling")
+        raise ValueError(
+            f"target config.json: rope {dict(rope)} is not supported, only the default rotary embedding is. Fix: use a target without rope scaling"
+        )
     return TargetShape(
         model_type=model_type,
         num_layers=config["num_hidden_layers"],
@@ -61,7 +65,12 @@ def target_shape(config: Mapping[str, Any]) -> TargetShape:
 def check_tapped_layers(tapped_layers: tuple[int, ...], num_layers: int) -> None:
     """Tapped layer l is the residual stream after decoder layer l (0-based). The last layer is refused: engines disagree
     on whether its state is taken before or after the final norm."""
-    if not tapped_layers or list(tapped_layers) != sorted(set(tapped_layers)) or tapped_layers[0] < 0 or tapped_layers[-1] >= num_layers - 1:
+    if (
+        not tapped_layers
+        or list(tapped_layers) != sorted(set(tapped_layers))
+        or tapped_layers[0] < 0
+        or tapped_layers[-1] >= num_layers - 1
+    ):
         example = sorted({max(min(layer, num_layers - 2), 0) for layer in (1, num_layers // 2, num_layers - 3)})
         raise ValueError(
             f"target.tapped_layers: {list(tapped_layers)} must be distinct, ascending and between 0 and {num_layers - 2} "

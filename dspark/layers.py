@@ -57,7 +57,12 @@ class Rotation:
 
 
 def attend(
-    query_BAKNH: Tensor, own_key_BAKGH: Tensor, own_value_BAKGH: Tensor, context_key_BTGH: Tensor, context_value_BTGH: Tensor, visible_BAT: Tensor
+    query_BAKNH: Tensor,
+    own_key_BAKGH: Tensor,
+    own_value_BAKGH: Tensor,
+    context_key_BTGH: Tensor,
+    context_value_BTGH: Tensor,
+    visible_BAT: Tensor,
 ) -> Tensor:
     """Attention of block rows over the context that is visible to their block and over all rows of their own block.
 

@@ -59,7 +59,9 @@ def truncate_by_threshold(
     return verified, kept, [s and v >= a for s, v, a in zip(ended_by_stop, verified, accepted, strict=True)]
 
 
-def bootstrap_interval(num_tokens: Sequence[float], num_rounds: Sequence[float], seed: int = 0, num_resamples: int = 1000) -> tuple[float, float]:
+def bootstrap_interval(
+    num_tokens: Sequence[float], num_rounds: Sequence[float], seed: int = 0, num_resamples: int = 1000
+) -> tuple[float, float]:
     """95 % percentile interval of sum(tokens) / sum(rounds), resampling prompts (rounds of one prompt are not independent)."""
     tokens_P, rounds_P = np.asarray(num_tokens, dtype=np.float64), np.asarray(num_rounds, dtype=np.float64)
     index = np.random.default_rng(seed).integers(0, len(tokens_P), size=(num_resamples, len(tokens_P)))

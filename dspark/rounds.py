@@ -69,5 +69,11 @@ def from_parquet(data: bytes) -> list[Round]:
     table = pq.read_table(io.BytesIO(data))
     version = (table.schema.metadata or {}).get(b"schema_version", b"none").decode()
     if version != str(ROUND_SCHEMA_VERSION):
-        raise ValueError(f"rounds file: schema version {version}, this version reads {ROUND_SCHEMA_VERSION}. Fix: run the step that made it again")
-    return [Round(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}) for row in table.to_pylist()]
+        raise ValueError(
+            f"rounds file: schema version {version}, this version reads {ROUND_SCHEMA_VERSION}. Fix: run the step that made it again"
+        )
+
+    def values(row: dict[str, Any]) -> dict[str, Any]:
+        return {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+
+    return [Round(**values(row)) for row in table.to_pylist()]

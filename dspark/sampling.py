@@ -45,7 +45,9 @@ class Verification:
     target_prob_BK: Tensor  # p_t of each drafted token, given the drafted prefix
 
 
-def verify(draft_tokens_BK: Tensor, draft_probs_BKW: Tensor, draft_ids_W: Tensor, target_probs_BLV: Tensor, uniform_BL: Tensor) -> Verification:
+def verify(
+    draft_tokens_BK: Tensor, draft_probs_BKW: Tensor, draft_ids_W: Tensor, target_probs_BLV: Tensor, uniform_BL: Tensor
+) -> Verification:
     """Accepts x_k with probability min(1, p_t / p_d), left to right; draws the next token from the residual or p_t.
 
     draft_ids_W: target id of each draft-vocabulary entry. target_probs_BLV and uniform_BL have K+1 rows; the last uniform

@@ -190,7 +190,7 @@ def _step(engine: TrainEngine, drafter: DFlash, data: TrainingData, config: Trai
         batches.append(build_batch(rows, config.num_anchors, data.block_size).to(engine.device, dtype))
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     weights = [loss_weights(batch, drafter.draft_ids_W, config.loss, wide) for batch in batches]
-    sum_weights, sum_weights_ce = engine.all_sum(torch.stack([sum(w.sum for w in weights), sum(w.sum_ce for w in weights)]))  # type: ignore[arg-type]
+    sum_weights, sum_weights_ce = engine.all_sum(torch.stack([torch.stack([w.sum, w.sum_ce]) for w in weights]).sum(0))
     totals = torch.zeros(0)
     for batch, weight in zip(batches, weights, strict=True):
         sums = block_losses(engine.forward(batch), drafter.target_log_probs(batch), weight, batch.valid_BAK)
@@ -206,8 +206,17 @@ def _step(engine: TrainEngine, drafter: DFlash, data: TrainingData, config: Trai
     loss = config.loss.alpha_ce * ce + config.loss.alpha_tv * tv + config.loss.alpha_confidence * confidence
     if not math.isfinite(loss) or not math.isfinite(grad_norm):
         names = [data.cache[data.train_rows[d.row]].row_id for d in draws]
-        raise ValueError(f"training step {step + 1}: loss {loss}, gradient norm {grad_norm}; rows {names}. Fix: lower stage.train.lr, or inspect these rows")
-    metrics = {"loss": loss, "loss_ce": ce, "loss_tv": tv, "loss_confidence": confidence, "lr": learning_rate(step, config), "grad_norm": grad_norm}
+        raise ValueError(
+            f"training step {step + 1}: loss {loss}, gradient norm {grad_norm}; rows {names}. Fix: lower stage.train.lr, or inspect these rows"
+        )
+    metrics = {
+        "loss": loss,
+        "loss_ce": ce,
+        "loss_tv": tv,
+        "loss_confidence": confidence,
+        "lr": learning_rate(step, config),
+        "grad_norm": grad_norm,
+    }
     return metrics | _acceptance(totals[3:], data.block_size, "train")
 
 
@@ -259,7 +268,12 @@ class _Checkpoints:
                 self._storage.put_file(f"{folder}/{path.relative_to(local)}", path)
         self._engine.all_sum(torch.zeros(1))  # every rank has written before the receipt says so
         if self._engine.rank == 0:
-            record = {"step": state.step, "best_step": state.best_step, "best_accepted_length": state.best_accepted_length, "curves": state.curves}
+            record = {
+                "step": state.step,
+                "best_step": state.best_step,
+                "best_accepted_length": state.best_accepted_length,
+                "curves": state.curves,
+            }
             record["world_size"] = self._engine.world_size
             self._storage.put(f"{folder}/{self.COMPLETE}", json.dumps(record).encode())
             for old in self._whole()[:-2]:
@@ -272,7 +286,9 @@ class _Checkpoints:
             return None
         record: dict[str, Any] = json.loads(self._storage.read(f"{folders[-1]}/{self.COMPLETE}"))
         if record["world_size"] != self._engine.world_size:
-            raise ValueError(f"{folders[-1]}: saved by {record['world_size']} workers, now {self._engine.world_size}. Fix: set cluster.train_workers={record['world_size']}")
+            raise ValueError(
+                f"{folders[-1]}: saved by {record['world_size']} workers, now {self._engine.world_size}. Fix: set cluster.train_workers={record['world_size']}"
+            )
         with tempfile.TemporaryDirectory() as temporary:
             local = Path(temporary)
             for name in self._storage.list(f"{folders[-1]}/"):

@@ -5,11 +5,14 @@ Exit status: 0 done, 1 a step failed, 2 the request itself is wrong, 130 interru
 """
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
+from dspark.storage import Storage
 from pipelines import flow, runner, targets
 from pipelines.backends.object_store import open_storage
 from pipelines.config import Settings, hydra_main
+from pipelines.lease import holder
 from pipelines.screen import RichScreen
 
 
@@ -17,8 +20,11 @@ def main(settings: Settings, plain: dict[str, Any], screen: RichScreen) -> None:
     steps = flow.build(settings)
     root = open_storage(flow.absolute(settings.cluster.root))
     planned = runner.plan(steps, root, settings.rebuild)
+    if settings.mode == "status":
+        screen.status(planned, root.uri, _states(planned, root))
+        return
     screen.plan(planned, root.uri)
-    if settings.mode != "run":
+    if settings.mode == "plan":
         return
     has_work = not all(item.verdict.is_hit for item in planned)
     if has_work:
@@ -36,6 +42,17 @@ def main(settings: Settings, plain: dict[str, Any], screen: RichScreen) -> None:
         executor.close()
 
 
+def _states(planned: Sequence[runner.Planned], root: Storage) -> dict[str, str]:
+    """Of each unfinished step: its reason, or who works on it and how many parts are finished."""
+    states = {}
+    for item in (item for item in planned if not item.verdict.is_hit):
+        storage = open_storage(f"{root.uri}/{item.step.folder}")
+        parts = sum(name.endswith(".json") for name in storage.list()) - 1
+        held = holder(storage)
+        states[item.step.name] = f"{held}; {parts} finished parts" if held else item.verdict.reason
+    return states
+
+
 def _executor(settings: Settings, has_work: bool) -> runner.Executor:
     if settings.cluster.executor == "local" or not has_work:
         return runner.LocalExecutor()
@@ -51,8 +68,12 @@ def _tracker(settings: Settings, root_uri: str) -> runner.Tracker:
 
     uri = settings.cluster.tracking_uri
     if uri is None and "://" in root_uri:
-        raise ValueError(f"cluster.tracking_uri: null with the root {root_uri}: an object store cannot hold its database. Fix: set MLFLOW_TRACKING_URI, or cluster.tracker=none")
-    return MlflowTracker(uri or f"sqlite:///{root_uri}/mlflow.db", f"dspark-{settings.target.name}", f"{root_uri}/mlflow" if uri is None else None)
+        raise ValueError(
+            f"cluster.tracking_uri: null with the root {root_uri}: an object store cannot hold its database. Fix: set MLFLOW_TRACKING_URI, or cluster.tracker=none"
+        )
+    return MlflowTracker(
+        uri or f"sqlite:///{root_uri}/mlflow.db", f"dspark-{settings.target.name}", f"{root_uri}/mlflow" if uri is None else None
+    )
 
 
 def command_line() -> int:

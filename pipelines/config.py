@@ -244,7 +244,8 @@ def _explain_composition(error: Exception, plain: Mapping[str, Any]) -> str:
 def _unknown_key(location: Sequence[object], plain: Mapping[str, Any]) -> str:
     siblings: Any = plain
     for part in location[:-1]:
-        siblings = siblings[part] if isinstance(siblings, list) or (isinstance(siblings, Mapping) and part in siblings) else {}
+        items: Any = dict(enumerate(siblings)) if isinstance(siblings, list) else siblings
+        siblings = items.get(part, {}) if isinstance(items, Mapping) else {}
     known = [str(key) for key in siblings if key != location[-1]] if isinstance(siblings, Mapping) else []
     near = difflib.get_close_matches(str(location[-1]), known, n=1)
     fix = f"did you mean {'.'.join(map(str, [*location[:-1], near[0]]))}?" if near else f"known here: {', '.join(known) or 'nothing'}"
@@ -292,25 +293,92 @@ def _check(settings: Settings) -> None:
     require(settings.until is None or settings.until in STEPS, "until", settings.until, f"must be one of {', '.join(STEPS)}", "until=train")
     unknown = [name for name in settings.rebuild if name not in STEPS]
     require(not unknown, "rebuild", list(settings.rebuild), f"may only hold {', '.join(STEPS)}", "rebuild=[train]")
-    require(bool(tapped) and list(tapped) == sorted(set(tapped)) and tapped[0] >= 0, "target.tapped_layers", list(tapped), "must be ascending and distinct, 0-based", "target.tapped_layers=[1,8,14]")
-    for path, value in (("drafter.num_layers", drafter.num_layers), ("drafter.block_size", drafter.block_size), ("stage.train.num_steps", stage.train.num_steps)):
+    require(
+        bool(tapped) and list(tapped) == sorted(set(tapped)) and tapped[0] >= 0,
+        "target.tapped_layers",
+        list(tapped),
+        "must be ascending and distinct, 0-based",
+        "target.tapped_layers=[1,8,14]",
+    )
+    for path, value in (
+        ("drafter.num_layers", drafter.num_layers),
+        ("drafter.block_size", drafter.block_size),
+        ("stage.train.num_steps", stage.train.num_steps),
+    ):
         require(value >= 1, path, value, "must be at least 1", f"{path}=1")
     for name in ("lr", "clip_norm", "batch_sequences", "num_anchors", "select_every_steps", "checkpoint_every_steps"):
         value = getattr(stage.train, name)
         require(value > 0, f"stage.train.{name}", value, "must be above 0", f"stage.train.{name}=<a positive number>")
-    require(0 <= stage.train.warmup_fraction < 1, "stage.train.warmup_fraction", stage.train.warmup_fraction, "must be in [0, 1)", "stage.train.warmup_fraction=0.04")
-    require(drafter.draft_vocab_size is None or drafter.draft_vocab_size >= 1, "drafter.draft_vocab_size", drafter.draft_vocab_size, "must be at least 1 or null", "drafter.draft_vocab_size=null")
+    require(
+        0 <= stage.train.warmup_fraction < 1,
+        "stage.train.warmup_fraction",
+        stage.train.warmup_fraction,
+        "must be in [0, 1)",
+        "stage.train.warmup_fraction=0.04",
+    )
+    require(
+        drafter.draft_vocab_size is None or drafter.draft_vocab_size >= 1,
+        "drafter.draft_vocab_size",
+        drafter.draft_vocab_size,
+        "must be at least 1 or null",
+        "drafter.draft_vocab_size=null",
+    )
     if isinstance(drafter, DSparkConfig):
-        require(drafter.markov_rank >= 1, "drafter.markov_rank", drafter.markov_rank, "a Markov head needs rank 1 or more", "drafter=dflash for a drafter without heads")
-    require(set(stage.prompts.fractions) == set(SPLITS), "stage.prompts.fractions", dict(stage.prompts.fractions), f"must name exactly {', '.join(SPLITS)}", "see conf/stage/prompts.yaml")
+        require(
+            drafter.markov_rank >= 1,
+            "drafter.markov_rank",
+            drafter.markov_rank,
+            "a Markov head needs rank 1 or more",
+            "drafter=dflash for a drafter without heads",
+        )
+    require(
+        set(stage.prompts.fractions) == set(SPLITS),
+        "stage.prompts.fractions",
+        dict(stage.prompts.fractions),
+        f"must name exactly {', '.join(SPLITS)}",
+        "see conf/stage/prompts.yaml",
+    )
     total = sum(stage.prompts.fractions.values())
     require(abs(total - 1.0) < 1e-6, "stage.prompts.fractions", total, "must add up to 1", "see conf/stage/prompts.yaml")
-    for path, value in (("stage.regenerate.max_new_tokens", stage.regenerate.max_new_tokens), ("stage.evaluate.max_new_tokens", stage.evaluate.max_new_tokens)):
-        require(1 <= value < settings.target.max_length_tokens, path, value, f"must be between 1 and target.max_length_tokens - 1 = {settings.target.max_length_tokens - 1}", f"{path}=128")
+    for path, value in (
+        ("stage.regenerate.max_new_tokens", stage.regenerate.max_new_tokens),
+        ("stage.evaluate.max_new_tokens", stage.evaluate.max_new_tokens),
+    ):
+        require(
+            1 <= value < settings.target.max_length_tokens,
+            path,
+            value,
+            f"must be between 1 and target.max_length_tokens - 1 = {settings.target.max_length_tokens - 1}",
+            f"{path}=128",
+        )
     sampling = settings.target.sampling
     is_plain = sampling.top_p == 1.0 and sampling.top_k == 0
-    require(stage.regenerate.engine == "vllm" or is_plain, "target.sampling", sampling, "the transformers engine knows no top_p or top_k", "stage.regenerate.engine=vllm")
-    require(cluster.train_engine == "local" or cluster.executor == "ray", "cluster.train_engine", cluster.train_engine, "DeepSpeed runs under Ray", "cluster=ray")
-    require(cluster.train_workers == 1 or cluster.train_engine == "deepspeed", "cluster.train_workers", cluster.train_workers, "several workers need DeepSpeed", "cluster.train_engine=deepspeed")
+    require(
+        stage.regenerate.engine == "vllm" or is_plain,
+        "target.sampling",
+        sampling,
+        "the transformers engine knows no top_p or top_k",
+        "stage.regenerate.engine=vllm",
+    )
+    require(
+        cluster.train_engine == "local" or cluster.executor == "ray",
+        "cluster.train_engine",
+        cluster.train_engine,
+        "DeepSpeed runs under Ray",
+        "cluster=ray",
+    )
+    require(
+        cluster.train_workers == 1 or cluster.train_engine == "deepspeed",
+        "cluster.train_workers",
+        cluster.train_workers,
+        "several workers need DeepSpeed",
+        "cluster.train_engine=deepspeed",
+    )
     per_step = cluster.train_workers * min(cluster.micro_batch_sequences, max(stage.train.batch_sequences // cluster.train_workers, 1))
-    require(stage.train.batch_sequences % per_step == 0, "stage.train.batch_sequences", stage.train.batch_sequences, f"must be a multiple of {per_step} (workers x micro-batch)", f"stage.train.batch_sequences={per_step}")
+    require(
+        stage.train.batch_sequences % per_step == 0,
+        "stage.train.batch_sequences",
+        stage.train.batch_sequences,
+        f"must be a multiple of {per_step} (workers x micro-batch)",
+        f"stage.train.batch_sequences={per_step}",
+    )

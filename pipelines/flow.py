@@ -104,7 +104,14 @@ def build(settings: Settings) -> list[Step]:
     decoding = tuple(setting for setting in stage.evaluate.settings if has_markov or setting.ablation != "no_markov")
 
     prompts = Step(
-        "prompts", 1, "pipelines.stages.prompts:run", PromptsConfig(stage.prompts, data), {}, artifacts.PromptSet, data.name, replace(here, files=data_uris)
+        "prompts",
+        1,
+        "pipelines.stages.prompts:run",
+        PromptsConfig(stage.prompts, data),
+        {},
+        artifacts.PromptSet,
+        data.name,
+        replace(here, files=data_uris),
     )
     regenerate = Step(
         "regenerate",
@@ -162,7 +169,9 @@ def _identify_data(data: FileData | HubData) -> tuple[DataIdentity, dict[str, st
         return DataIdentity(data.name, {}, data), {}
     uris = {Path(uri).name: absolute(uri) for uri in data.uris}
     if len(uris) < len(data.uris) or not uris:
-        raise ValueError(f"data.uris: {list(data.uris)} must name at least one file, each of another name. Fix: rename one, or see conf/data/bundled.yaml")
+        raise ValueError(
+            f"data.uris: {list(data.uris)} must name at least one file, each of another name. Fix: rename one, or see conf/data/bundled.yaml"
+        )
     return DataIdentity(data.name, {name: _sha256("data.uris", uri) for name, uri in uris.items()}, None), uris
 
 

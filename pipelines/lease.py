@@ -29,6 +29,16 @@ SETTLE_SECONDS = 0.25  # longer than a store takes between one driver's look at 
 POLL_SECONDS = 1.0
 
 
+def holder(storage: Storage) -> str | None:
+    """Who is making a folder, or began to, in words; None when nobody left a lease."""
+    if not storage.exists(LEASE):
+        return None
+    held = json.loads(storage.read(LEASE))
+    if not is_alive(held):
+        return "interrupted; the same command goes on"
+    return f"being made by process {held['pid']} on {held['host']}, heartbeat {time.time() - held['heartbeat']:.0f} s ago"
+
+
 class Lease:
     """Advisory ownership of a folder: a heartbeat file, taken over when it is stale or its process on this host is gone.
 

@@ -56,6 +56,17 @@ class RichScreen:
         self._console.print(table)
         self._line(f"folders are below {self._root_uri}")
 
+    def status(self, planned: Sequence[Planned], root_uri: str, states: Mapping[str, str]) -> None:
+        """What is there of each step; `states` says it of those that are not finished."""
+        self._root_uri = root_uri
+        table = _table("step", "state", "made", "metrics", "folder")
+        for item in planned:
+            step, record = item.step, item.verdict.record
+            made, metrics = (record["provenance"]["finished_at"], _metrics(record["metrics"])) if record else ("-", "")
+            table.add_row(step.name, "finished" if record else states[step.name], made, metrics, step.folder)
+        self._console.print(table)
+        self._line(f"folders are below {self._root_uri}")
+
     def started(self, step: Step, reason: str) -> None:
         self._stop_bar()
         self._step, self._printed = step, time.monotonic()

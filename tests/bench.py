@@ -61,7 +61,9 @@ def bench_attention(num_tokens: int, num_anchors: int) -> None:
         return torch.nn.functional.scaled_dot_product_attention(rows, heads(context_key, key), heads(context_value, value), attn_mask=mask)
 
     found = interleaved({"ours": lambda: attend(query, key, value, context_key, context_value, visible), "dense": dense})
-    print(f"attention   T={num_tokens:5d} A={num_anchors:4d}   ours {found['ours'] * 1e3:8.1f} ms   dense {found['dense'] * 1e3:8.1f} ms   ratio {found['ours'] / found['dense']:.2f}")
+    print(
+        f"attention   T={num_tokens:5d} A={num_anchors:4d}   ours {found['ours'] * 1e3:8.1f} ms   dense {found['dense'] * 1e3:8.1f} ms   ratio {found['ours'] / found['dense']:.2f}"
+    )
 
 
 def bench_decoding(batch_size: int, num_prompts: int) -> None:
@@ -94,12 +96,16 @@ def bench_decoding(batch_size: int, num_prompts: int) -> None:
             done = list(decode(target, drafter if name == "drafted" else None, requests, config))
             counted[name].append(sum(len(c.token_ids) for c in done) / (time.perf_counter() - started))
     plain, drafted = (statistics.median(counted[name]) for name in ("plain", "drafted"))
-    print(f"decoding    batch {batch_size:2d}   plain {plain:7.1f} tokens/s   drafted {drafted:7.1f} tokens/s   speed-up {drafted / plain:.2f}")
+    print(
+        f"decoding    batch {batch_size:2d}   plain {plain:7.1f} tokens/s   drafted {drafted:7.1f} tokens/s   speed-up {drafted / plain:.2f}"
+    )
 
 
 def main() -> None:
     torch.set_num_threads(os.cpu_count() or 1)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    commit = (
+        subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    )
     print(f"commit {commit}, {platform.machine()}, {os.cpu_count()} CPUs, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}")
     for num_tokens, num_anchors in ((256, 24), (1024, 96)):
         bench_attention(num_tokens, num_anchors)

@@ -11,7 +11,12 @@ DRAFTERS = {"dflash": DFlash, "dspark": DSpark}
 
 
 def build_drafter(
-    config: DrafterConfig, shape: TargetShape, tapped_layers: tuple[int, ...], mask_token_id: int, tables: FrozenTables, draft_ids: Tensor | None
+    config: DrafterConfig,
+    shape: TargetShape,
+    tapped_layers: tuple[int, ...],
+    mask_token_id: int,
+    tables: FrozenTables,
+    draft_ids: Tensor | None,
 ) -> DFlash:
     """A drafter with unset weights; `initialise(seed)` or load a state dict."""
     return DRAFTERS[config.kind](config, shape, tapped_layers, mask_token_id, tables, draft_ids)  # type: ignore[arg-type]

@@ -8,6 +8,9 @@ The released checkpoints' parameter names are kept. Embedding and LM head are th
 state dict. Shapes: see drafters/base.py.
 """
 
+from collections.abc import Iterable
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -27,7 +30,13 @@ class DFlash(nn.Module):
     draft_ids_W: Tensor
 
     def __init__(
-        self, config: DrafterConfig, shape: TargetShape, tapped_layers: tuple[int, ...], mask_token_id: int, tables: FrozenTables, draft_ids: Tensor | None
+        self,
+        config: DrafterConfig,
+        shape: TargetShape,
+        tapped_layers: tuple[int, ...],
+        mask_token_id: int,
+        tables: FrozenTables,
+        draft_ids: Tensor | None,
     ) -> None:
         """draft_ids: ascending target ids of the draft vocabulary, None for the whole vocabulary."""
         super().__init__()
@@ -83,7 +92,9 @@ class DFlash(nn.Module):
             context.values[i][rows, positions_BT] = values
 
     @torch.no_grad()
-    def propose(self, context: DraftContext, anchor_tokens_B: Tensor, anchor_positions_B: Tensor, sampling: DraftSampling, uniform_BK: Tensor) -> Proposal:
+    def propose(
+        self, context: DraftContext, anchor_tokens_B: Tensor, anchor_positions_B: Tensor, sampling: DraftSampling, uniform_BK: Tensor
+    ) -> Proposal:
         """Drafts a block after each anchor: one parallel pass, then the sequential head token by token."""
         S = int(anchor_positions_B.max())
         visible_BAT = (torch.arange(S, device=anchor_positions_B.device)[None] < anchor_positions_B[:, None])[:, None]
@@ -110,7 +121,7 @@ class DFlash(nn.Module):
         """Keys and values [B, T, G, H] of H_ctx for each layer."""
         hidden_BTD = self.hidden_norm(self.fc(tapped_BTLD.flatten(-2)))
         rotation = self._rotation(positions_BT)
-        return [layer.self_attn.keys_values(hidden_BTD, rotation) for layer in self.layers]
+        return [layer.self_attn.keys_values(hidden_BTD, rotation) for layer in cast(Iterable[DrafterLayer], self.layers)]
 
     def _blocks(self, anchor_tokens_BA: Tensor, anchors_BA: Tensor, context: list[tuple[Tensor, Tensor]], visible_BAT: Tensor) -> Tensor:
         """The backbone's output after its final norm, [B, A, K, D]."""

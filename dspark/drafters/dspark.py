@@ -12,7 +12,13 @@ class DSpark(DFlash):
     """p_k ~ exp(U_k + B_k), and c_k from [h_k ; W_1[x_{k-1}]]."""
 
     def __init__(
-        self, config: DSparkConfig, shape: TargetShape, tapped_layers: tuple[int, ...], mask_token_id: int, tables: FrozenTables, draft_ids: Tensor | None
+        self,
+        config: DSparkConfig,
+        shape: TargetShape,
+        tapped_layers: tuple[int, ...],
+        mask_token_id: int,
+        tables: FrozenTables,
+        draft_ids: Tensor | None,
     ) -> None:
         super().__init__(config, shape, tapped_layers, mask_token_id, tables, draft_ids)
         self.markov_head = MarkovHead(shape.vocab_size, len(self.draft_ids_W), config.markov_rank)

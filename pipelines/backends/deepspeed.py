@@ -13,12 +13,13 @@ from torch import Tensor
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
-import deepspeed  # noqa: E402
+import deepspeed
+import deepspeed.comm.torch
 
-from dspark.config import TrainingConfig  # noqa: E402
-from dspark.drafters.base import BlockOutput, TrainingBatch  # noqa: E402
-from dspark.drafters.dflash import DFlash  # noqa: E402
-from dspark.training import DTYPES  # noqa: E402
+from dspark.config import TrainingConfig
+from dspark.drafters.base import BlockOutput, TrainingBatch
+from dspark.drafters.dflash import DFlash
+from dspark.training import DTYPES
 
 TAG = "engine"
 
@@ -33,8 +34,6 @@ class DeepSpeedEngine:
 
     def __init__(self, drafter: DFlash, config: TrainingConfig, num_micro_batches: int, zero_stage: int) -> None:
         # DeepSpeed would compile a shared-memory operator (a minute, and a compiler) that training does not use.
-        import deepspeed.comm.torch
-
         deepspeed.comm.torch.build_shm_op = lambda: None
         deepspeed.init_distributed(dist_backend=torch.distributed.get_backend())
         self.rank, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()

@@ -21,11 +21,10 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 # to any other process costs both: a machine with a little other work was seen seven times slower.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
-import ray  # noqa: E402
-from ray.actor import ActorHandle  # noqa: E402
+import ray
 
-from pipelines.dag import Resources, Step  # noqa: E402
-from pipelines.runner import Progress, Report, resolve  # noqa: E402
+from pipelines.dag import Resources, Step
+from pipelines.runner import Progress, Report, resolve
 
 POLL_SECONDS = 0.5
 
@@ -37,15 +36,7 @@ class RayExecutor:
         self._address = address
 
     def work(self, step: Step, report: Report) -> "RayWork":
-        if not ray.is_initialized():
-            ray.init(
-                address=self._address,
-                include_dashboard=False if self._address is None else None,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                configure_logging=False,
-            )
-        return RayWork(step.resources, report)
+        return RayWork(step.resources, report, self._address)
 
     def close(self) -> None:
         if ray.is_initialized():
@@ -56,23 +47,34 @@ class RayExecutor:
 class RayWork:
     resources: Resources
     report: Report
+    address: str | None
 
     def _claim(self) -> tuple[int, dict[str, Any]]:
-        """CPUs of a worker and the actor options that claim them."""
+        """CPUs of a worker and the actor options that claim them. Starts or joins Ray when it is first needed."""
+        if not ray.is_initialized():
+            ray.init(
+                address=self.address,
+                include_dashboard=False if self.address is None else None,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                configure_logging=False,
+            )
         num_cpus = self.resources.num_cpus or max(int(node["Resources"].get("CPU", 1)) for node in ray.nodes() if node["Alive"])
         # Thread counts are fixed before the process imports torch or vLLM.
         env = {"OMP_NUM_THREADS": str(num_cpus), "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0"), "TOKENIZERS_PARALLELISM": "false"}
         return num_cpus, {"num_cpus": num_cpus, "num_gpus": self.resources.num_gpus, "runtime_env": {"env_vars": env}}
 
     def map(self, worker: str, settings: Any, items: Sequence[Any]) -> Iterator[Any]:
+        if not items:
+            return
         waiting = [(item, 1) for item in items]
-        idle: list[ActorHandle] = []
-        running: dict[Any, tuple[ActorHandle, Any, int]] = {}
+        idle: list[Any] = []
+        running: dict[Any, tuple[Any, Any, int]] = {}
         _, options = self._claim()
         try:
             while waiting or running:
                 while waiting and len(running) < self.resources.num_workers:
-                    actor = idle.pop() if idle else ray.remote(_Worker).options(**options).remote(worker, settings)
+                    actor = idle.pop() if idle else _start(_Worker, options, worker, settings)
                     item, attempt = waiting.pop(0)
                     running[actor.run.remote(item)] = (actor, item, attempt)
                 done, _ = ray.wait(list(running), num_returns=1)
@@ -100,7 +102,7 @@ class RayWork:
         from ray.train.torch import TorchConfig, TorchTrainer
 
         num_cpus, _ = self._claim()
-        mailbox = ray.remote(_Mailbox).options(num_cpus=0).remote()
+        mailbox = _start(_Mailbox, {"num_cpus": 0})
         resources = {"CPU": float(num_cpus)} | ({"GPU": float(self.resources.num_gpus)} if self.resources.num_gpus else {})
         loop = {
             "function": function,
@@ -137,6 +139,11 @@ class RayWork:
             result = ray.get(mailbox.take_result.remote())
             ray.kill(mailbox)
             return result
+
+
+def _start(kind: type, options: dict[str, Any], *arguments: Any) -> Any:
+    """An actor of a class; Ray's handles have their methods only at run time."""
+    return ray.remote(kind).options(**options).remote(*arguments)
 
 
 class _Worker:
@@ -191,9 +198,7 @@ def _gang_member(loop: dict[str, Any]) -> None:
             mailbox.send_progress.remote(progress)
 
     if loop["engine"] == "deepspeed":
-        from pipelines.backends.deepspeed import engine_factory
-
-        make_engine = engine_factory(loop["zero_stage"])
+        make_engine = resolve("pipelines.backends.deepspeed:engine_factory")(loop["zero_stage"])
     else:
         make_engine = resolve("dspark.training:LocalEngine")
     result = resolve(loop["function"])(loop["settings"], make_engine, report)

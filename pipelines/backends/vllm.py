@@ -36,6 +36,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     PendingSave,
     extract_from_kv_cache,
 )
+from vllm.inputs import TokensPrompt  # noqa: E402
 
 if TYPE_CHECKING:
     from dspark.target import TargetHead
@@ -75,7 +76,7 @@ class Generator:
     def generate(self, prompts: list[list[int]]) -> list[tuple[list[int], str]]:
         if not prompts:
             return []
-        outputs = self._engine.generate([{"prompt_token_ids": ids} for ids in prompts], self._sampling, use_tqdm=False)
+        outputs = self._engine.generate(_prompts(prompts), self._sampling, use_tqdm=False)
         return [(list(output.outputs[0].token_ids), output.outputs[0].finish_reason or "length") for output in outputs]
 
 
@@ -113,11 +114,11 @@ class Capture:
     def capture(self, sequences: list[list[int]]) -> Iterator[tuple[Any, Any]]:
         for start in range(0, len(sequences), CAPTURE_SEQUENCES):
             part = sequences[start : start + CAPTURE_SEQUENCES]
-            outputs = self._engine.generate([{"prompt_token_ids": ids} for ids in part], self._sampling, use_tqdm=False)
+            outputs = self._engine.generate(_prompts(part), self._sampling, use_tqdm=False)
             # The engine stops stepping with its last request, one step before that request's states are written.
-            self._engine.generate([{"prompt_token_ids": part[0][:1]}], self._sampling, use_tqdm=False)
+            self._engine.generate(_prompts([part[0][:1]]), self._sampling, use_tqdm=False)
             for token_ids, output in zip(part, outputs, strict=True):
-                path = Path(output.kv_transfer_params["hidden_states_path"])
+                path = Path((output.kv_transfer_params or {})["hidden_states_path"])
                 states = load_file(path)
                 if states["token_ids"].tolist() != list(token_ids):
                     raise RuntimeError(
@@ -129,6 +130,10 @@ class Capture:
                 leftover.unlink()
 
 
+def _prompts(sequences: list[list[int]]) -> list[TokensPrompt]:
+    return [TokensPrompt(prompt_token_ids=ids) for ids in sequences]
+
+
 class HiddenStatesConnector(ExampleHiddenStatesConnector):
     """On a GPU the parent's asynchronous copy; on a CPU the states are there already and are written at once."""
 
@@ -136,6 +141,7 @@ class HiddenStatesConnector(ExampleHiddenStatesConnector):
         if _HAS_GPU:
             super()._submit_async_write(pending)
             return
+        assert self._kv_cache is not None
         blocks = torch.tensor(pending.block_ids)
         slots = (torch.arange(self._block_size)[None] + blocks[:, None] * self._block_size).flatten()
         states_TLD = extract_from_kv_cache(self._kv_cache, slots, pending.token_ids.shape[0]).contiguous()

@@ -49,16 +49,22 @@ def run(config: CacheTargetsConfig, inputs: Mapping[str, Artifact], out: Storage
     total, done = int(corpus.record["metrics"]["rows"]), sum(len(r["rows"]) + len(r["dropped"]) for r in receipts.values())
     work.report(Progress(done, total, "rows"))
     settings = Settings(config, work.resources.target_uri, corpus.uri, out.uri)
-    for name, receipt, seconds in work.map("pipelines.stages.cache_targets:Capturer", settings, [s for s in shards if s.name not in receipts]):
+    for name, receipt, seconds in work.map(
+        "pipelines.stages.cache_targets:Capturer", settings, [s for s in shards if s.name not in receipts]
+    ):
         receipts[name] = receipt
         done += len(receipt["rows"]) + len(receipt["dropped"])
         work.report(Progress(done, total, "rows", {"captured_tokens_per_second": receipt["num_tokens"] / seconds}))
     ordered = [receipts[shard.name] for shard in shards]
     manifest = write_manifest(out, ordered, cache_identity(config, ordered[0]["width"]))
     dropped = [item for receipt in ordered for item in receipt["dropped"]]
-    metrics = {key: float(manifest[key]) for key in ("num_rows", "num_tokens", "bytes", "bytes_per_token")} | {"rows_dropped": float(len(dropped))}
+    metrics = {key: float(manifest[key]) for key in ("num_rows", "num_tokens", "bytes", "bytes_per_token")} | {
+        "rows_dropped": float(len(dropped))
+    }
     if not manifest["num_rows"]:
-        raise ValueError(f"every one of {len(dropped)} rows was set aside, for example {dropped[:1]}. Fix: look at their reasons in {out.uri}")
+        raise ValueError(
+            f"every one of {len(dropped)} rows was set aside, for example {dropped[:1]}. Fix: look at their reasons in {out.uri}"
+        )
     checksums = {receipt["file"]: receipt["sha256"] for receipt in ordered}
     return Outcome(checksums | {MANIFEST: hashlib.sha256(out.read(MANIFEST)).hexdigest()}, metrics)
 

@@ -59,7 +59,9 @@ def run(config: EvaluateConfig, inputs: Mapping[str, Artifact], out: Storage, wo
     prompts = [{**row, "source": "test"} for row in rows if row["split"] == "test"]
     lossless = tuple(prompts[: config.evaluate.num_lossless_prompts])
     for name, uri in work.resources.files.items():
-        prompts += [{**row, "id": prompt_id(row), "source": name} for row in read_prompt_file(uri, name)][: config.evaluate.max_prompts_per_source]
+        prompts += [{**row, "id": prompt_id(row), "source": name} for row in read_prompt_file(uri, name)][
+            : config.evaluate.max_prompts_per_source
+        ]
     size = config.evaluate.batch_size * CHUNK_BATCHES
     units = [
         Unit(f"rounds-{setting_name(setting)}-{i // size:04d}", setting, tuple(prompts[i : i + size]))
@@ -108,7 +110,9 @@ class Evaluator:
         if precision not in self._loaded:
             dtype = DTYPES[precision]
             head = load_head(self._folder, dtype)
-            drafter = load_drafter(open_storage(self._settings.drafter_uri), Drafter.FOLDER, head, self._config.target.weights, dtype).to(self._device)
+            drafter = load_drafter(open_storage(self._settings.drafter_uri), Drafter.FOLDER, head, self._config.target.weights, dtype).to(
+                self._device
+            )
             self._loaded = {precision: (TransformersTarget(self._folder, drafter.tapped_layers, dtype, self._device), drafter)}
         return self._loaded[precision]
 
@@ -151,7 +155,9 @@ class Evaluator:
 
         stage = self._config.evaluate
         sampling = DraftSampling(setting.draft_mode, setting.temperature)
-        config = DecodingConfig(sampling, stage.max_new_tokens, self._tokenizer.stop_ids, stage.batch_size, stage.seed, setting.ablation or "")
+        config = DecodingConfig(
+            sampling, stage.max_new_tokens, self._tokenizer.stop_ids, stage.batch_size, stage.seed, setting.ablation or ""
+        )
         return sorted(decode(target, drafter, requests, config), key=lambda completion: completion.request.id)
 
     def _check_lossless(self, requests: list[Any]) -> tuple[dict[str, Any], int]:
@@ -169,7 +175,12 @@ class Evaluator:
                 partings.append({"id": one.request.id, "position": position, "margin": float(best[0] - best[1])})
         num_tokens = sum(len(c.token_ids) for c in plain + drafted)
         num_wrong = sum(parting["margin"] > MARGIN for parting in partings)
-        return {"num_prompts": len(requests), "num_equal": len(requests) - len(partings), "num_wrong": num_wrong, "partings": partings}, num_tokens
+        return {
+            "num_prompts": len(requests),
+            "num_equal": len(requests) - len(partings),
+            "num_wrong": num_wrong,
+            "partings": partings,
+        }, num_tokens
 
 
 def make_report(rounds: Sequence[Round], receipts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -194,8 +205,11 @@ def make_report(rounds: Sequence[Round], receipts: Sequence[Mapping[str, Any]]) 
 
 def _summary(rounds: Sequence[Round]) -> dict[str, Any]:
     block_size = max(r.proposed for r in rounds)
-    found: Acceptance = acceptance([r.proposed for r in rounds], [r.accepted for r in rounds], [r.ended_by_stop for r in rounds], block_size)
-    emitted, counted = defaultdict(float), defaultdict(float)
+    found: Acceptance = acceptance(
+        [r.proposed for r in rounds], [r.accepted for r in rounds], [r.ended_by_stop for r in rounds], block_size
+    )
+    emitted: dict[str, float] = defaultdict(float)
+    counted: dict[str, float] = defaultdict(float)
     for r in rounds:
         emitted[r.request_id] += r.accepted + (not r.ended_by_stop)
         counted[r.request_id] += 1

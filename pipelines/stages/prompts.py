@@ -41,13 +41,15 @@ def run(config: PromptsConfig, inputs: Mapping[str, Artifact], out: Storage, wor
     kept = _split(list(found.values()), config, dropped)
     for split in ("train", "select", "test"):
         if not any(row["split"] == split for row in kept):
-            raise ValueError(f"data: split {split!r} got none of {len(found)} prompts. Fix: more prompts, or a larger stage.prompts.fractions.{split}")
+            raise ValueError(
+                f"data: split {split!r} got none of {len(found)} prompts. Fix: more prompts, or a larger stage.prompts.fractions.{split}"
+            )
     out.put(PromptSet.PROMPTS, _jsonl(kept))
     out.put(PromptSet.DROPPED, _jsonl(dropped))
     work.report(Progress(len(kept), len(kept), "prompts"))
-    counts = Counter(row["split"] for row in kept) | Counter(f"{row['split']}_{row['domain']}" for row in kept)
-    reasons = Counter(f"dropped_{item['reason'].replace(' ', '_')}" for item in dropped)
-    metrics = {name: float(number) for name, number in sorted((counts + reasons).items())}
+    names = [row["split"] for row in kept] + [f"{row['split']}_{row['domain']}" for row in kept]
+    names += [f"dropped_{item['reason'].replace(' ', '_')}" for item in dropped]
+    metrics = {name: float(number) for name, number in sorted(Counter(names).items())}
     return Outcome(file_checksums(out, [PromptSet.PROMPTS, PromptSet.DROPPED]), metrics)
 
 

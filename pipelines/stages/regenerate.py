@@ -80,7 +80,9 @@ def run(config: RegenerateConfig, inputs: Mapping[str, Artifact], out: Storage, 
     out.put(Corpus.DROPPED, data)
     num_rows = sum(r["num_rows"] for r in ordered)
     if not num_rows:
-        raise ValueError(f"no prompt got an answer; all {len(dropped)} rows were set aside in {out.uri}/{Corpus.DROPPED}. Fix: look at their reasons")
+        raise ValueError(
+            f"no prompt got an answer; all {len(dropped)} rows were set aside in {out.uri}/{Corpus.DROPPED}. Fix: look at their reasons"
+        )
     metrics = {
         "rows": num_rows,
         "rows_dropped": len(dropped),
@@ -139,7 +141,9 @@ class Regenerator:
         num_tokens = sum(len(answer) for *_, answer, _ in rows)
         return self._write(shard, rows, dropped, num_tokens / max(time.monotonic() - started, 1e-9))
 
-    def _write(self, shard: Shard, rows: list[tuple[str, dict[str, Any], int, list[int], list[int], str]], dropped: list[Any], rate: float) -> dict[str, Any]:
+    def _write(
+        self, shard: Shard, rows: list[tuple[str, dict[str, Any], int, list[int], list[int], str]], dropped: list[Any], rate: float
+    ) -> dict[str, Any]:
         columns = [
             {
                 "row_id": row_id,
@@ -203,5 +207,7 @@ def read_shard(storage: Storage, name: str) -> list[dict[str, Any]]:
     table = pq.read_table(io.BytesIO(storage.read(name)))
     version = (table.schema.metadata or {}).get(b"schema_version", b"none").decode()
     if version != str(CORPUS_SCHEMA_VERSION):
-        raise ValueError(f"{storage.uri}/{name}: corpus schema {version}, this version reads {CORPUS_SCHEMA_VERSION}. Fix: run regenerate again")
+        raise ValueError(
+            f"{storage.uri}/{name}: corpus schema {version}, this version reads {CORPUS_SCHEMA_VERSION}. Fix: run regenerate again"
+        )
     return table.to_pylist()

@@ -45,7 +45,9 @@ def run(config: TrainConfig, inputs: Mapping[str, Artifact], out: Storage, work:
     cache = CacheReader(open_storage(inputs["cache"].uri), cache_identity(config, shape.width))
     longest = max(sum(mask) for mask in cache.column("loss_mask"))
     if config.drafter.block_size >= longest:
-        raise ValueError(f"drafter.block_size: {config.drafter.block_size} does not fit any response, the longest has {longest} tokens. Fix: drafter.block_size={max(longest - 1, 1)}")
+        raise ValueError(
+            f"drafter.block_size: {config.drafter.block_size} does not fit any response, the longest has {longest} tokens. Fix: drafter.block_size={max(longest - 1, 1)}"
+        )
     vocabulary = draft_vocabulary(config, cache, work.resources.target_uri, shape.vocab_size)
     out.put(VOCABULARY, json.dumps(vocabulary).encode())
     work.report(Progress(0, config.train.num_steps, "steps"))

@@ -58,7 +58,7 @@ def test_choice_of_a_group_composes(group: str, choice: str) -> None:
     ],
 )  # fmt: skip
 def test_wrong_setting_is_answered_with_field_and_fix(overrides: list[str], expected: list[str]) -> None:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match="Fix:") as caught:
         compose(overrides)
     text = str(caught.value)
     assert all(part in text for part in [*expected, "Fix:"]), text
@@ -70,7 +70,9 @@ def test_fingerprint_changes_with_identity_and_not_with_execution() -> None:
         return {step.name: fingerprint(step) for step in flow.build(compose(list(overrides))[0])}
 
     base = fingerprints()
-    moved = fingerprints("cluster=gpu", "cluster.root=s3://bucket/x", "cluster.train_workers=4", "cluster.zero_stage=3", "cluster.micro_batch_sequences=2")
+    moved = fingerprints(
+        "cluster=gpu", "cluster.root=s3://bucket/x", "cluster.train_workers=4", "cluster.zero_stage=3", "cluster.micro_batch_sequences=2"
+    )
     assert moved == base
     changed = fingerprints("stage.train.lr=2e-4")
     assert {name for name in base if changed[name] != base[name]} == {"train", "evaluate"}

@@ -10,8 +10,8 @@ from dspark.rounds import Round, from_parquet, to_parquet
 
 FULL = Round(
     request_id="gsm8k-3/0", domain="math", source="gsm8k", round_index=4, temperature=0.7, draft_mode="probabilistic", variant="",
-    policy="verify_all", context_length_tokens=517, anchor_token=49151, draft_tokens=(3, 1, 4), draft_probs=(0.5, 0.25, 1.0), target_probs=(0.125, 0.0, 1.0),
-    confidence_logits=(-2.5, 30.0, 0.0), proposed=3, accepted=1, next_token=9, ended_by_stop=False,
+    policy="verify_all", context_length_tokens=517, anchor_token=49151, draft_tokens=(3, 1, 4), draft_probs=(0.5, 0.25, 1.0),
+    target_probs=(0.125, 0.0, 1.0), confidence_logits=(-2.5, 30.0, 0.0), proposed=3, accepted=1, next_token=9, ended_by_stop=False,
 )  # fmt: skip
 STOPPED = dataclasses.replace(FULL, round_index=5, confidence_logits=(), draft_mode="greedy", accepted=3, next_token=None)
 STOPPED = dataclasses.replace(STOPPED, ended_by_stop=True)

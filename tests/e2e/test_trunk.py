@@ -119,7 +119,9 @@ def test_trunk_store_below_a_regular_file_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
-@pytest.mark.parametrize(("step", "mark"), [("regenerate", "rows-00001.json"), ("cache_targets", "shard-00001.json"), ("train", "complete.json")])
+@pytest.mark.parametrize(
+    ("step", "mark"), [("regenerate", "rows-00001.json"), ("cache_targets", "shard-00001.json"), ("train", "complete.json")]
+)
 def test_trunk_killed_driver_goes_on_from_what_was_finished(tmp_path: Path, step: str, mark: str) -> None:
     """SIGKILL once the step has finished a part of its work; then the same command."""
     slow = ["stage.regenerate.shard_prompts=4", "stage.train.num_steps=60", f"until={step}"]
@@ -148,13 +150,21 @@ def test_trunk_killed_driver_goes_on_from_what_was_finished(tmp_path: Path, step
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_trunk_on_real_ray_vllm_deepspeed_and_mlflow(tmp_path: Path) -> None:
-    overrides = ["cluster=ray", "cluster.tracker=mlflow", "stage.regenerate.engine=vllm", "stage.cache_targets.engine=vllm", "stage.train.precision=bf16"]
+    overrides = [
+        "cluster=ray",
+        "cluster.tracker=mlflow",
+        "stage.regenerate.engine=vllm",
+        "stage.cache_targets.engine=vllm",
+        "stage.train.precision=bf16",
+    ]
     pipeline(tmp_path, *overrides)
     made = records(tmp_path)
     assert sorted(made) == sorted(STEPS)
     with sqlite3.connect(tmp_path / "mlflow.db") as database:
         runs = dict(database.execute("select run_uuid, name from runs").fetchall())
-        curve = database.execute("select count(*) from metrics where run_uuid = ? and key = 'loss'", (made["train"]["mlflow_run_id"],)).fetchone()
+        curve = database.execute(
+            "select count(*) from metrics where run_uuid = ? and key = 'loss'", (made["train"]["mlflow_run_id"],)
+        ).fetchone()
     assert {runs[made[step]["mlflow_run_id"]] for step in STEPS} == set(STEPS)
     assert curve[0] >= 20
     output = pipeline(tmp_path, *overrides)

@@ -36,7 +36,9 @@ def test_bundled_prompts_are_many_distinct_and_near_the_papers_mix() -> None:
 
 
 def test_bundled_prompts_use_no_template_more_than_five_times() -> None:
-    skeletons = Counter(row["template"] or " ".join(re.sub(r"\d+", "#", w) for w in words(" ".join(row["turns"]))) for row in bundled_rows())
+    skeletons = Counter(
+        row["template"] or " ".join(re.sub(r"\d+", "#", w) for w in words(" ".join(row["turns"]))) for row in bundled_rows()
+    )
     skeleton, number = skeletons.most_common(1)[0]
     assert number <= 5, skeleton
 

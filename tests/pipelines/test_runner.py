@@ -62,6 +62,15 @@ def interrupt(config: Write, inputs: Mapping[str, Artifact], out: Storage, work:
     raise KeyboardInterrupt
 
 
+def stumble(config: Shards, inputs: Mapping[str, Artifact], out: Storage, work: Work) -> Outcome:
+    """Like `shards`, but stops after the first one when it begins in an empty folder."""
+    is_new = not out.exists("shard-0.receipt")
+    outcome = shards(replace(config, count=1) if is_new else config, inputs, out, work)
+    if is_new:
+        raise RuntimeError("out of paper")
+    return outcome
+
+
 def unserializable(config: Write, inputs: Mapping[str, Artifact], out: Storage, work: Work) -> Outcome:
     return Outcome({}, {"loss": "no number"})  # type: ignore[dict-item]
 
@@ -301,6 +310,20 @@ def test_input_with_another_payload_makes_what_follows_run_from_an_empty_folder(
     drive(sharded_chain(), root)
     assert root.list(f"{count.folder}/") == [f"{count.folder}/{name}" for name in (RECORD, "shard-0", "shard-0.receipt")]
     assert root.read(f"{count.folder}/shard-0") != stamp, "a receipt of other inputs was taken for one of these"
+
+
+def test_step_interrupted_with_other_inputs_starts_from_an_empty_folder(root: LocalStorage) -> None:
+    source = make_step("source", Shards(1, 0.0), "shards")
+    steps = [source, make_step("count", Shards(2, 0.0), "stumble", source=source)]
+    with pytest.raises(StepFailed):
+        drive(steps, root)
+    stamp = root.read(f"{steps[1].folder}/shard-0")
+    with pytest.raises(StepFailed):  # it stumbles once more: what it finds is an empty folder
+        drive(steps, root, rebuild=("source",))
+    begun = root.read(f"{steps[1].folder}/shard-0")
+    assert begun != stamp
+    drive(steps, root)
+    assert root.read(f"{steps[1].folder}/shard-0") == begun, "with the same inputs it goes on"
 
 
 def test_artifact_with_a_lost_file_is_made_anew_from_an_empty_folder(root: LocalStorage) -> None:
