@@ -4,6 +4,7 @@ Nothing heavy is imported before the plan is known: with nothing to do, neither 
 Exit status: 0 done, 1 a step failed, 2 the request itself is wrong, 130 interrupted.
 """
 
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -78,12 +79,15 @@ def _tracker(settings: Settings, root_uri: str) -> runner.Tracker:
 
 def command_line() -> int:
     screen = RichScreen()
+    # A job in the background ignores Ctrl-C's signal, and a preempted one gets SIGTERM: both stop a run cleanly.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     try:
         hydra_main(lambda settings, plain: main(settings, plain, screen))
     except runner.StepFailed as failed:
         screen.failure(failed)
         return 1
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         screen.config_error(error)
         return 2
     except KeyboardInterrupt:

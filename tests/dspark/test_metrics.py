@@ -65,6 +65,12 @@ def test_bootstrap_interval_of_ratios_covers_the_truth_about_as_often_as_it_says
     assert 0.88 < hits / 300 < 0.99
 
 
+def test_bootstrap_interval_of_uneven_prompts_pools_their_rounds():
+    """Half of the prompts have one round of 5 tokens, half a hundred rounds of 2: 205 / 101 pooled, a mean of means is 3.5."""
+    low, high = bootstrap_interval([5.0, 200.0] * 20, [1.0, 100.0] * 20)
+    assert 2.0 < low <= 205 / 101 <= high < 2.2
+
+
 def test_bootstrap_interval_resamples_prompts_not_rounds():
     """Rounds of a prompt go together: two kinds of prompts make a wide interval however many rounds each has."""
     low, high = bootstrap_interval([1000.0, 5000.0] * 10, [1000.0] * 20)

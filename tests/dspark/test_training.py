@@ -150,6 +150,18 @@ def test_training_resumed_at_step_10_equals_the_undisturbed_run_bit_for_bit(data
     assert _equal(resumed.state.best_weights, whole.state.best_weights)
 
 
+def test_training_resumed_after_its_best_step_still_has_the_best_weights(data, tmp_path):
+    """A learning rate that ruins what it first improves: the best step lies before the checkpoint."""
+    config = _config(lr=0.1, select_every_steps=3, checkpoint_every_steps=12)
+    whole = Run(data, config, tmp_path / "whole")
+    assert whole.state.best_step < 12
+    with pytest.raises(Stop):
+        Run(data, config, tmp_path / "stopped", on_step=_stop_after(13))
+    resumed = Run(data, config, tmp_path / "stopped", seed=99)
+    assert resumed.state.best_step == whole.state.best_step
+    assert _equal(resumed.state.best_weights, whole.state.best_weights)
+
+
 def test_training_resumed_ignores_a_checkpoint_without_its_receipt(data, tmp_path):
     config = _config(checkpoint_every_steps=4)
     with pytest.raises(Stop):
@@ -212,7 +224,7 @@ def _two_ranks(data, config, folder):
 
     def work(rank):
         try:
-            runs[rank] = Run(data, config, folder / f"rank-{rank}", engine=lambda *given: RankEngine(*given, rank, slots, barrier))
+            runs[rank] = Run(data, config, folder / f"rank-{rank}", micro=2, engine=lambda *given: RankEngine(*given, rank, slots, barrier))
         except BaseException:
             barrier.abort()
             raise
@@ -227,9 +239,10 @@ def _two_ranks(data, config, folder):
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_two_ranks_give_the_losses_of_one_though_one_rank_has_less_supervision(tmp_path):
-    """Every second sequence has no anchor at all or one: means over ranks would differ from the global ratio."""
+    """Every second sequence has no anchor at all or few: means over ranks would differ from the global ratio. Of the five
+    select rows the last finds the second rank without one."""
     masks = [tiny.loss_mask(3, 14 if i % 2 else 1 + i % 4) for i in range(8)]
-    data = _data(tmp_path, [tiny.row(f"row-{i}", mask, i) for i, mask in enumerate(masks)] + tiny.rows(0, 3))
+    data = _data(tmp_path, [tiny.row(f"row-{i}", mask, i) for i, mask in enumerate(masks)] + tiny.rows(0, 5))
     config = _config(num_steps=6)
     one, two = Run(data, config, tmp_path / "one"), _two_ranks(data, config, tmp_path)
     for rank in two:
