@@ -8,6 +8,7 @@ a bounded number of times; an error that the item itself causes (ValueError) is 
 import logging
 import os
 import queue
+import signal
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -52,13 +53,7 @@ class RayWork:
     def _claim(self) -> tuple[int, dict[str, Any]]:
         """CPUs of a worker and the actor options that claim them. Starts or joins Ray when it is first needed."""
         if not ray.is_initialized():
-            ray.init(
-                address=self.address,
-                include_dashboard=False if self.address is None else None,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                configure_logging=False,
-            )
+            _start_or_join(self.address)
         num_cpus = self.resources.num_cpus or max(int(node["Resources"].get("CPU", 1)) for node in ray.nodes() if node["Alive"])
         # Threads are set before the process imports torch or vLLM. Waiting threads sleep: while they spin, any other work on
         # the machine stops the product that they wait for (seen: a fifth slower alone, but never ten times slower in company).
@@ -145,6 +140,19 @@ class RayWork:
             result = ray.get(mailbox.take_result.remote())
             ray.kill(mailbox)
             return result
+
+
+def _start_or_join(address: str | None) -> None:
+    """ray.init without its lines on the screen, keeping the driver's own answer to SIGTERM: Ray's would abort it."""
+    handler = signal.getsignal(signal.SIGTERM)
+    ray.init(
+        address=address,
+        include_dashboard=False if address is None else None,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        configure_logging=False,
+    )
+    signal.signal(signal.SIGTERM, handler)
 
 
 def _start(kind: type, options: dict[str, Any], *arguments: Any) -> Any:
