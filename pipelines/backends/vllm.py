@@ -83,7 +83,7 @@ class Generator:
 class Capture:
     """States of whole sequences: per sequence tapped [T, L, D] and final [T, D] (after the final norm), bf16."""
 
-    def __init__(self, folder: Path, tapped_layers: tuple[int, ...], head: "TargetHead") -> None:
+    def __init__(self, folder: Path, tapped_layers: tuple[int, ...], head: "TargetHead", max_length_tokens: int) -> None:
         self._head = head
         self._folder = tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
         layer_ids = [*(layer + 1 for layer in tapped_layers), head.shape.num_layers]
@@ -93,8 +93,8 @@ class Capture:
             enforce_eager=not _HAS_GPU,
             enable_prefix_caching=False,
             enable_chunked_prefill=False,
-            max_num_batched_tokens=BATCH_TOKENS,
-            max_model_len=BATCH_TOKENS,
+            max_num_batched_tokens=max(BATCH_TOKENS, max_length_tokens),
+            max_model_len=max_length_tokens,
             max_num_seqs=CAPTURE_SEQUENCES,
             disable_log_stats=True,
             speculative_config={

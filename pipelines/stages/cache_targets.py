@@ -32,6 +32,7 @@ class Settings:
     config: CacheTargetsConfig
     target_uri: str
     corpus_uri: str
+    max_length_tokens: int  # of a corpus row
     out_uri: str
 
 
@@ -48,7 +49,8 @@ def run(config: CacheTargetsConfig, inputs: Mapping[str, Artifact], out: Storage
     receipts = {s.name: json.loads(out.read(f"{s.name}.json")) for s in shards if out.exists(f"{s.name}.json")}
     total, done = int(corpus.record["metrics"]["rows"]), sum(len(r["rows"]) + len(r["dropped"]) for r in receipts.values())
     work.report(Progress(done, total, "rows"))
-    settings = Settings(config, work.resources.target_uri, corpus.uri, out.uri)
+    max_length = corpus.record["identity"]["config"]["max_length_tokens"]
+    settings = Settings(config, work.resources.target_uri, corpus.uri, max_length, out.uri)
     for name, receipt, seconds in work.map(
         "pipelines.stages.cache_targets:Capturer", settings, [s for s in shards if s.name not in receipts]
     ):
@@ -95,7 +97,7 @@ class Capturer:
         if self._config.cache_targets.engine == "vllm":
             from pipelines.backends.vllm import Capture
 
-            self._engine: Any = Capture(folder, self._config.tapped_layers, self._head)
+            self._engine: Any = Capture(folder, self._config.tapped_layers, self._head, settings.max_length_tokens)
         else:
             self._engine = ReferenceCapture(folder, self._config.tapped_layers)
 

@@ -20,7 +20,7 @@ from pipelines.stages.cache_targets import ReferenceCapture
 folder, tapped = Path(sys.argv[1]), (0, 1, 2)
 sequences = [[5 + (7 * i * (j + 1)) % 250 for i in range(n)] for j, n in enumerate((3, 17, 40, 33, 2))]
 head = load_head(folder, torch.bfloat16)
-pairs = zip(sequences, ReferenceCapture(folder, tapped).capture(sequences), Capture(folder, tapped, head).capture(sequences), strict=True)
+pairs = zip(sequences, ReferenceCapture(folder, tapped).capture(sequences), Capture(folder, tapped, head, 512).capture(sequences), strict=True)
 for ids, (tapped_reference, final_reference), (tapped_vllm, final_vllm) in pairs:
     assert tapped_vllm.shape == tapped_reference.shape == (len(ids), 3, head.shape.width), tapped_vllm.shape
     for layer in range(3):
