@@ -245,7 +245,8 @@ def _figure(report: Mapping[str, Any]) -> bytes:
                 if domain != "math+code":
                     style = {"linewidth": 2.2, "color": "black"} if domain == "all" else {"linewidth": 1.0}
                     ax.plot(range(1, len(summary[key]) + 1), summary[key], "o-", markersize=3, label=domain, **style)
-            ax.set(title=f"{name}: {key.replace('_', ' ')}", ylim=(0, 1), xlabel="position k")
+            positions = range(1, max(len(summary[key]) for summary in domains.values()) + 1)
+            ax.set(title=f"{name}: {key.replace('_', ' ')}", ylim=(0, 1), xlabel="position k", xticks=positions)
             ax.grid(alpha=0.3)
         axes[0].legend(fontsize=8)
     sink = io.BytesIO()
