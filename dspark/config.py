@@ -45,11 +45,12 @@ class LossConfig:
 class TrainingConfig:
     """The optimisation. Sequences are rows of the target cache; `num_anchors` counts per sequence."""
 
-    lr: float
+    lr: float  # AdamW
+    muon_lr: float | None  # the backbone's matrices take Muon steps of this rate; None: AdamW for everything
     num_steps: int
     warmup_fraction: float
     weight_decay: float
-    clip_norm: float
+    clip_norm: float | None  # of the gradient; None with Muon, whose steps do not depend on the gradient's size
     batch_sequences: int  # sequences an optimiser step, over all ranks and micro-batches
     num_anchors: int
     precision: Literal["bf16", "fp32", "fp64"]  # bf16: compute in bf16, master weights in fp32

@@ -136,7 +136,7 @@ def _refuse_file(folder: Path) -> None:
         try:
             if part.is_dir():
                 return
-            is_file = part.exists()
+            is_file = part.is_file()  # not exists(): another writer may have made the folder since
         except PermissionError as error:
             raise _no_place(folder, f"no permission for {part.parent}") from error
         if is_file:

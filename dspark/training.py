@@ -28,6 +28,7 @@ from dspark.losses import block_losses, loss_weights, total_loss
 from dspark.storage import Storage
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+MUON_MOMENTUM = 0.95
 SELECT_SEED = 980406  # anchors of the select rows: the same at every evaluation of every run
 
 
@@ -42,8 +43,9 @@ class TrainEngine(Protocol):
         """Adds this micro-batch's gradients; the sum over micro-batches and ranks is the step's gradient."""
         ...
 
-    def step(self, lr: float) -> float:
-        """Clips, steps, clears; returns the gradient norm before clipping."""
+    def step(self, schedule: float) -> float | None:
+        """Clips, steps at `schedule` times the peak learning rates, clears; returns the gradient norm before clipping, None
+        where it cannot be told."""
         ...
 
     def all_sum(self, values: Tensor) -> Tensor: ...
@@ -63,7 +65,7 @@ EngineFactory = Callable[[DFlash, TrainingConfig, int], TrainEngine]  # drafter,
 
 
 class LocalEngine:
-    """Plain torch on one process: AdamW, in bf16 with fp32 master weights like the sharded engine."""
+    """Plain torch on one process: AdamW and Muon, in bf16 with fp32 master weights like the sharded engine."""
 
     rank, world_size = 0, 1
 
@@ -74,7 +76,16 @@ class LocalEngine:
         self._parameters = list(self._drafter.parameters())
         is_mixed = config.precision == "bf16"
         self._masters = [p.detach().float().clone() for p in self._parameters] if is_mixed else self._parameters
-        self._optimizer = torch.optim.AdamW(self._masters, lr=config.lr, weight_decay=config.weight_decay)
+        matrices = self._drafter.hidden_matrices() if config.muon_lr is not None else set()
+        muon: list[Tensor] = []
+        rest: list[Tensor] = []
+        for (name, _), master in zip(self._drafter.named_parameters(), self._masters, strict=True):
+            (muon if name in matrices else rest).append(master)
+        adamw = torch.optim.AdamW(rest, lr=config.lr, weight_decay=config.weight_decay, fused=True)
+        self._optimizers: list[tuple[torch.optim.Optimizer, float]] = [(adamw, config.lr)]
+        if config.muon_lr is not None:
+            muon_optimizer = torch.optim.Muon(muon, lr=config.muon_lr, weight_decay=config.weight_decay, momentum=MUON_MOMENTUM)
+            self._optimizers.append((muon_optimizer, config.muon_lr))
 
     def forward(self, batch: TrainingBatch) -> BlockOutput:
         return self._drafter(batch)
@@ -82,12 +93,14 @@ class LocalEngine:
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
-    def step(self, lr: float) -> float:
+    def step(self, schedule: float) -> float | None:
         for master, parameter in zip(self._masters, self._parameters, strict=True):
             master.grad = parameter.grad.to(master.dtype) if parameter.grad is not None else torch.zeros_like(master)
-        norm = torch.nn.utils.clip_grad_norm_(self._masters, self._clip_norm)
-        self._optimizer.param_groups[0]["lr"] = lr
-        self._optimizer.step()
+        limit = math.inf if self._clip_norm is None else self._clip_norm
+        norm = torch.nn.utils.clip_grad_norm_(self._masters, limit)
+        for optimizer, peak in self._optimizers:
+            optimizer.param_groups[0]["lr"] = schedule * peak
+            optimizer.step()
         with torch.no_grad():
             for master, parameter in zip(self._masters, self._parameters, strict=True):
                 if master is not parameter:
@@ -102,7 +115,8 @@ class LocalEngine:
         return {name: tensor.detach().clone() for name, tensor in self._drafter.state_dict().items()}
 
     def save(self, folder: Path) -> None:
-        torch.save({"masters": [m.detach() for m in self._masters], "optimizer": self._optimizer.state_dict()}, folder / "engine.pt")
+        optimizers = [optimizer.state_dict() for optimizer, _ in self._optimizers]
+        torch.save({"masters": [m.detach() for m in self._masters], "optimizers": optimizers}, folder / "engine.pt")
 
     def load(self, folder: Path) -> None:
         state = torch.load(folder / "engine.pt", weights_only=True)
@@ -110,7 +124,8 @@ class LocalEngine:
             for master, parameter, saved in zip(self._masters, self._parameters, state["masters"], strict=True):
                 master.copy_(saved)
                 parameter.copy_(saved)
-        self._optimizer.load_state_dict(state["optimizer"])
+        for (optimizer, _), saved in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
 
 
 @dataclass
@@ -134,12 +149,12 @@ class TrainState:
     curves: list[dict[str, float]] = field(default_factory=list)
 
 
-def learning_rate(step: int, config: TrainingConfig) -> float:
-    """Linear warm-up, then a cosine to zero. `step` counts from 0."""
+def schedule(step: int, config: TrainingConfig) -> float:
+    """The share of the peak learning rates at a step, counted from 0: linear warm-up, then a cosine to zero."""
     warmup = max(round(config.warmup_fraction * config.num_steps), 1)
     if step < warmup:
-        return config.lr * (step + 1) / warmup
-    return config.lr * 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / max(config.num_steps - warmup, 1)))
+        return (step + 1) / warmup
+    return 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / max(config.num_steps - warmup, 1)))
 
 
 def train(
@@ -198,13 +213,13 @@ def _step(engine: TrainEngine, drafter: DFlash, data: TrainingData, config: Trai
         row = torch.stack([sums.ce, sums.tv, sums.confidence, sums.accepted_length_sum, sums.block_count]).detach()
         row = torch.cat([row, sums.accept_sum_K, sums.accept_count_K])
         totals = row if not len(totals) else totals + row
-    grad_norm = engine.step(learning_rate(step, config))
+    grad_norm = engine.step(schedule(step, config))
     totals = engine.all_sum(totals)
     # A step in which no row counts has loss 0, as in `total_loss`; one whose labels all lie outside still has TV.
     denominators = (sum_weights_ce, sum_weights, sum_weights)
     ce, tv, confidence = (float(n / d) if d > 0 else 0.0 for n, d in zip(totals[:3], denominators, strict=True))
     loss = config.loss.alpha_ce * ce + config.loss.alpha_tv * tv + config.loss.alpha_confidence * confidence
-    if not math.isfinite(loss) or not math.isfinite(grad_norm):
+    if not math.isfinite(loss) or not math.isfinite(grad_norm or 0.0):
         names = [data.cache[data.train_rows[d.row]].row_id for d in draws]
         raise ValueError(
             f"training step {step + 1}: loss {loss}, gradient norm {grad_norm}; rows {names}. Fix: lower stage.train.lr, or inspect these rows"
@@ -214,9 +229,10 @@ def _step(engine: TrainEngine, drafter: DFlash, data: TrainingData, config: Trai
         "loss_ce": ce,
         "loss_tv": tv,
         "loss_confidence": confidence,
-        "lr": learning_rate(step, config),
-        "grad_norm": grad_norm,
+        "lr": schedule(step, config) * config.lr,
     }
+    if grad_norm is not None:
+        metrics["grad_norm"] = grad_norm
     return metrics | _acceptance(totals[3:], data.block_size, "train")
 
 

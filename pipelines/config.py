@@ -306,9 +306,16 @@ def _check(settings: Settings) -> None:
         ("stage.train.num_steps", stage.train.num_steps),
     ):
         require(value >= 1, path, value, "must be at least 1", f"{path}=1")
-    for name in ("lr", "clip_norm", "batch_sequences", "num_anchors", "select_every_steps", "checkpoint_every_steps"):
+    for name in ("lr", "muon_lr", "clip_norm", "batch_sequences", "num_anchors", "select_every_steps", "checkpoint_every_steps"):
         value = getattr(stage.train, name)
-        require(value > 0, f"stage.train.{name}", value, "must be above 0", f"stage.train.{name}=<a positive number>")
+        require(value is None or value > 0, f"stage.train.{name}", value, "must be above 0", f"stage.train.{name}=<a positive number>")
+    require(
+        stage.train.muon_lr is None or stage.train.clip_norm is None,
+        "stage.train.clip_norm",
+        stage.train.clip_norm,
+        "Muon's steps do not depend on the gradient's size, so nothing is clipped",
+        "stage.train.clip_norm=null, or stage.train.muon_lr=null for AdamW alone",
+    )
     require(
         0 <= stage.train.warmup_fraction < 1,
         "stage.train.warmup_fraction",

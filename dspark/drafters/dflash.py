@@ -61,6 +61,10 @@ class DFlash(nn.Module):
             if isinstance(module, nn.Linear) and module.bias is not None:
                 module.bias.data.zero_()
 
+    def hidden_matrices(self) -> set[str]:
+        """Names of the matrices from hidden states to hidden states: what Muon may orthogonalise. Heads and norms are not."""
+        return {name for name, p in self.named_parameters() if p.dim() == 2 and name.startswith(("fc.", "layers."))}
+
     # --- training -----------------------------------------------------------------------------------------------------
 
     def forward(self, batch: TrainingBatch) -> BlockOutput:

@@ -4,6 +4,7 @@ It must give the numbers of `dspark.training.LocalEngine`: the loss arrives alre
 DeepSpeed's own averaging over ranks and micro-batches is undone; the learning rate is set by the loop before each step.
 """
 
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ import deepspeed.comm.torch
 from dspark.config import TrainingConfig
 from dspark.drafters.base import BlockOutput, TrainingBatch
 from dspark.drafters.dflash import DFlash
-from dspark.training import DTYPES
+from dspark.training import DTYPES, MUON_MOMENTUM
 
 TAG = "engine"
 
@@ -27,6 +28,29 @@ TAG = "engine"
 def engine_factory(zero_stage: int) -> Callable[[DFlash, TrainingConfig, int], "DeepSpeedEngine"]:
     """What the training loop calls to wrap its drafter."""
     return lambda drafter, config, num_micro_batches: DeepSpeedEngine(drafter, config, num_micro_batches, zero_stage)
+
+
+def _optimizer(drafter: DFlash, config: TrainingConfig) -> tuple[list[float], torch.optim.Optimizer]:
+    """Peak learning rates of the groups, and a torch optimiser: DeepSpeed's own Adam compiles C++ at its first step."""
+    if config.muon_lr is None:
+        return [config.lr], torch.optim.AdamW(drafter.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=True)
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    if not torch.cuda.is_available():
+        torch.compiler.set_stance("force_eager")  # Muon's few matrix products gain nothing from being compiled on a CPU
+    matrices = drafter.hidden_matrices()
+    muon: list[Tensor] = []
+    rest: list[Tensor] = []
+    for name, parameter in drafter.named_parameters():
+        (muon if name in matrices else rest).append(parameter)
+        setattr(parameter, "use_muon", name in matrices)  # noqa: B010 - ZeRO reads it: it orthogonalises, then cuts into partitions
+    groups = [
+        {"params": muon, "use_muon": True, "lr": config.muon_lr, "momentum": MUON_MOMENTUM, "ns_method": "standard"},
+        {"params": rest, "use_muon": False, "lr": config.lr, "betas": (0.9, 0.999), "eps": 1e-8},
+    ]
+    for group in groups:
+        group["weight_decay"] = config.weight_decay
+    return [config.muon_lr, config.lr], MuonWithAuxAdam(groups, torch.optim.AdamW, {"fused": True})
 
 
 class DeepSpeedEngine:
@@ -39,15 +63,15 @@ class DeepSpeedEngine:
         self.rank, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self._scale, self._zero_stage = float(self.world_size * num_micro_batches), zero_stage
         drafter = drafter.to(DTYPES[config.precision])
-        # A plain torch optimiser: DeepSpeed's own ones compile C++ at the first step.
-        optimizer = torch.optim.AdamW(drafter.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+        self._peaks, optimizer = _optimizer(drafter, config)
+        self._has_muon = config.muon_lr is not None
         self._engine, *_ = deepspeed.initialize(
             model=drafter,
             optimizer=optimizer,
             config={
                 "train_micro_batch_size_per_gpu": config.batch_sequences // self.world_size // num_micro_batches,
                 "gradient_accumulation_steps": num_micro_batches,
-                "gradient_clipping": config.clip_norm,
+                "gradient_clipping": config.clip_norm or 0.0,
                 "bf16": {"enabled": config.precision == "bf16"},
                 "zero_optimization": {"stage": zero_stage},
                 "zero_allow_untested_optimizer": True,
@@ -64,12 +88,13 @@ class DeepSpeedEngine:
         if not self._engine.is_gradient_accumulation_boundary():
             self._engine.step()
 
-    def step(self, lr: float) -> float:
-        for group in self._engine.optimizer.param_groups:
-            group["lr"] = lr
+    def step(self, schedule: float) -> float | None:
+        for group, peak in zip(self._engine.optimizer.param_groups, self._peaks, strict=True):
+            group["lr"] = schedule * peak
         self._engine.step()
         norm = self._engine.get_global_grad_norm()
-        return float(norm) if norm is not None else 0.0
+        # DeepSpeed measures Muon's groups after it has orthogonalised them: no gradient norm, unless it is not finite.
+        return None if norm is None or (self._has_muon and math.isfinite(norm)) else float(norm)
 
     def all_sum(self, values: Tensor) -> Tensor:
         summed = values.clone()

@@ -42,6 +42,8 @@ def test_choice_of_a_group_composes(group: str, choice: str) -> None:
     [
         (["stage.train.lrr=1"], ["stage.train.lrr", "did you mean stage.train.lr"]),
         (["stage.train.lr=fast"], ["stage.train.lr", "'fast'", "number"]),
+        (["stage.train.clip_norm=1.0"], ["stage.train.clip_norm: 1.0", "Muon", "stage.train.muon_lr=null"]),
+        (["stage.train.muon_lr=0"], ["stage.train.muon_lr", "above 0"]),
         (["stage.train.num_steps=1.5"], ["stage.train.num_steps", "1.5"]),
         (["target=llama9"], ["target", "'llama9'", "smollm2_135m"]),
         (["experiment=tinny"], ["experiment", "tiny"]),

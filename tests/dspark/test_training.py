@@ -13,7 +13,7 @@ from dspark.blocks import attention_mask
 from dspark.data import build_batch, rows_of_step
 from dspark.losses import block_losses, loss_weights, total_loss
 from dspark.storage import LocalStorage
-from dspark.training import LocalEngine, TrainingData, learning_rate, train
+from dspark.training import LocalEngine, TrainingData, schedule, train
 from tests import oracles
 from tests.dspark import tiny
 
@@ -88,12 +88,13 @@ def test_step_of_the_engine_equals_adamw_written_out(data):
     weights = loss_weights(batch, drafter.draft_ids_W, config.loss, torch.float64)
     wanted = {name: p.detach().clone() for name, p in drafter.named_parameters()}
     first, second = ({name: torch.zeros_like(p) for name, p in wanted.items()} for _ in range(2))
-    for step, lr in enumerate((1e-2, 5e-3), start=1):
+    for step, share in enumerate((1.0, 0.5), start=1):
+        lr = share * config.lr
         sums = block_losses(engine.forward(batch), drafter.target_log_probs(batch), weights, batch.valid_BAK)
         engine.backward(total_loss(sums, weights.sum, weights.sum_ce, config.loss))
         gradients = {name: p.grad.clone() for name, p in drafter.named_parameters()}
         norm = sum(float((g * g).sum()) for g in gradients.values()) ** 0.5
-        assert engine.step(lr) == pytest.approx(norm, rel=1e-12)
+        assert engine.step(share) == pytest.approx(norm, rel=1e-12)
         assert norm > config.clip_norm
         for name, w in wanted.items():
             g = gradients[name] * (config.clip_norm / (norm + 1e-6))
@@ -104,10 +105,41 @@ def test_step_of_the_engine_equals_adamw_written_out(data):
         assert all(torch.allclose(p, wanted[name], atol=1e-12) for name, p in drafter.named_parameters())
 
 
+def test_muon_moves_matrices_by_orthogonal_steps_and_the_rest_by_adamw(data):
+    """A first step is U f(S) V^T of the gradient, f five Newton-Schulz iterations on its normalised singular values, times the
+    rate and sqrt(max(1, rows / columns)); heads and norms move as without Muon."""
+    moved = {}
+    for muon_lr in (None, 0.02):
+        drafter = tiny.drafter("dspark")
+        before = {name: p.detach().clone() for name, p in drafter.named_parameters()}
+        engine = LocalEngine(drafter, _config(muon_lr=muon_lr, clip_norm=None), 1)
+        batch = build_batch([(data.cache[0], (1,)), (data.cache[1], (2,))], 6, tiny.BLOCK).to(engine.device, torch.float64)
+        weights = loss_weights(batch, drafter.draft_ids_W, tiny.TRAINING.loss, torch.float64)
+        sums = block_losses(engine.forward(batch), drafter.target_log_probs(batch), weights, batch.valid_BAK)
+        engine.backward(total_loss(sums, weights.sum, weights.sum_ce, tiny.TRAINING.loss))
+        gradients = {name: p.grad.clone() for name, p in drafter.named_parameters()}
+        engine.step(0.5)
+        moved[muon_lr] = {name: p.detach() - before[name] for name, p in drafter.named_parameters()}
+    matrices = drafter.hidden_matrices()
+    assert len(matrices) == 1 + 2 * 7
+    assert not any("markov" in name or "norm" in name for name in matrices)
+    for name, delta in moved[0.02].items():
+        if name not in matrices:
+            assert torch.equal(delta, moved[None][name]), name
+            continue
+        rows, columns = delta.shape
+        U, S, Vh = torch.linalg.svd(gradients[name], full_matrices=False)
+        S = S / S.norm()
+        for _ in range(5):
+            S = 3.4445 * S - 4.7750 * S**3 + 2.0315 * S**5
+        wanted = -0.5 * 0.02 * max(1.0, rows / columns) ** 0.5 * (U @ torch.diag(S) @ Vh)
+        assert float((delta - wanted).norm() / wanted.norm()) < 0.1, name  # torch iterates in bf16
+
+
 @pytest.mark.parametrize(("fraction", "warmup"), [(0.25, 5), (0.0, 1), (0.04, 1)])
-def test_learning_rate_warms_up_and_falls_on_a_cosine(fraction, warmup):
-    config = _config(num_steps=20, warmup_fraction=fraction, lr=2.0)
-    assert [learning_rate(s, config) for s in range(20)] == pytest.approx([oracles.learning_rate(s, 2.0, warmup, 20) for s in range(20)])
+def test_schedule_warms_up_and_falls_on_a_cosine(fraction, warmup):
+    config = _config(num_steps=20, warmup_fraction=fraction)
+    assert [schedule(s, config) for s in range(20)] == pytest.approx([oracles.learning_rate(s, 1.0, warmup, 20) for s in range(20)])
 
 
 # --- the same numbers ---------------------------------------------------------------------------------------------------
@@ -213,10 +245,10 @@ class RankEngine(LocalEngine):
         self.barrier.wait(30)
         return total
 
-    def step(self, lr):
+    def step(self, schedule):
         for parameter in self._parameters:
             parameter.grad = self.all_sum(parameter.grad)
-        return super().step(lr)
+        return super().step(schedule)
 
 
 def _two_ranks(data, config, folder):

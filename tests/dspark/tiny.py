@@ -33,7 +33,7 @@ CONFIGS: dict[str, DrafterConfig] = {
     "dspark": DSparkConfig("dspark", num_layers=2, block_size=BLOCK, draft_vocab_size=None, markov_rank=5),
 }
 TRAINING = TrainingConfig(
-    lr=3e-3, num_steps=20, warmup_fraction=0.2, weight_decay=0.0, clip_norm=1.0, batch_sequences=4, num_anchors=6, precision="fp64", seed=7,
+    lr=3e-3, muon_lr=None, num_steps=20, warmup_fraction=0.2, weight_decay=0.0, clip_norm=1.0, batch_sequences=4, num_anchors=6, precision="fp64", seed=7,
     select_every_steps=5, checkpoint_every_steps=10, loss=LossConfig(alpha_ce=0.1, alpha_tv=0.9, alpha_confidence=1.0, position_decay=4.0),
 )  # fmt: skip
 
