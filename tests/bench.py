@@ -3,6 +3,7 @@
     attention   block attention over [context ; own block] against dense-mask attention over [context ; all blocks]
     decoding    tokens/s with the trained drafter against plain decoding, same engine, same prompts, T = 0
                 (needs a finished `make pipeline`; left out, and said so, without one)
+    admission   Algorithm 1 on arrays against the oracle's loop over tokens, one scheduling step
 
 Runs are interleaved and medians are printed, since machines are noisy; compare ratios, not seconds.
 """
@@ -17,10 +18,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import oracles  # beside this file, which runs as a script
 import torch
 
 from dspark.blocks import attention_mask
 from dspark.layers import attend
+from dspark.scheduler import SpsTable, admit
 from pipelines import flow, runner, targets
 from pipelines.backends.object_store import open_storage
 from pipelines.config import compose
@@ -101,6 +104,27 @@ def bench_decoding(batch_size: int, num_prompts: int) -> None:
     )
 
 
+def bench_admission(num_requests: int, block_size: int) -> None:
+    generator, num_steps = np.random.default_rng(0), 50
+    table = SpsTable((1, 256, 512, 1024, 2048), (0.002,) * 5, (0.008, 0.010, 0.013, 0.020, 0.035))
+    # New confidences every step: on the same ones again, the processor's branch prediction learns the order of the sort.
+    steps = generator.uniform(0.6, 1.0, (num_steps, num_requests, block_size))
+    rows, sps = steps.tolist(), table.sps(np.arange(num_requests * (block_size + 1) + 1)).tolist()
+
+    def ours() -> None:
+        for confidence_RK in steps:
+            admit(confidence_RK, table)
+
+    def loop() -> None:
+        for confidences in rows:
+            oracles.admission(confidences, sps.__getitem__)
+
+    found = {name: seconds / num_steps for name, seconds in interleaved({"ours": ours, "loop": loop}).items()}
+    print(
+        f"admission   R={num_requests:4d} K={block_size}   ours {found['ours'] * 1e6:8.1f} us   loop {found['loop'] * 1e6:8.1f} us   ratio {found['ours'] / found['loop']:.3f}"
+    )
+
+
 def main() -> None:
     torch.set_num_threads(os.cpu_count() or 1)
     commit = (
@@ -111,6 +135,7 @@ def main() -> None:
         bench_attention(num_tokens, num_anchors)
     for batch_size, num_prompts in ((1, 4), (16, 16)):
         bench_decoding(batch_size, num_prompts)
+    bench_admission(num_requests=256, block_size=7)
 
 
 if __name__ == "__main__":

@@ -233,6 +233,52 @@ def fit(counts: np.ndarray, probabilities: np.ndarray) -> float:
     return float(scipy.stats.chisquare(observed, wanted * (observed.sum() / wanted.sum())).pvalue)
 
 
+# --- scheduling (Algorithm 1, §5.2) --------------------------------------------------------------------------------------
+
+
+def survivals(confidences: Sequence[Sequence[float]]) -> list[tuple[float, int, int]]:
+    """(survival, request, position) of every slot, in the order of the walk; positions count from 1."""
+    slots = []
+    for request, row in enumerate(confidences):
+        product = 1.0
+        for position, confidence in enumerate(row, start=1):
+            product *= confidence
+            slots.append((product, request, position))
+    return sorted(slots, key=lambda slot: (-slot[0], slot[1], slot[2]))
+
+
+def admission(confidences: Sequence[Sequence[float]], sps: Callable[[int], float]) -> tuple[list[int], float, int, list[float]]:
+    """Algorithm 1: (lengths, theta, batch_tokens, every theta evaluated, the one that stopped the walk included)."""
+    lengths, batch_tokens, tau = [0] * len(confidences), len(confidences), float(len(confidences))
+    thetas = [tau * sps(batch_tokens)]
+    for value, request, position in survivals(confidences):
+        if value == 0.0:
+            break
+        tau += value
+        thetas.append(tau * sps(batch_tokens + 1))
+        if thetas[-1] <= thetas[-2]:
+            return lengths, thetas[-2], batch_tokens, thetas
+        lengths[request] = position
+        batch_tokens += 1
+    return lengths, thetas[-1], batch_tokens, thetas
+
+
+def async_admission(
+    stale: Sequence[Sequence[float]], current: Sequence[Sequence[float]], sps: Callable[[int], float]
+) -> tuple[list[int], list[float]]:
+    """(lengths, theta of 0, 1, ... admissions on the stale confidences); the first maximum of those is the capacity."""
+    tau = float(len(stale))
+    thetas = [tau * sps(len(stale))]
+    for k, (value, _, _) in enumerate(survivals(stale), start=1):
+        tau += value
+        thetas.append(tau * sps(len(stale) + k))
+    lengths = [0] * len(current)
+    for value, request, position in survivals(current)[: thetas.index(max(thetas))]:
+        if value > 0.0:
+            lengths[request] = position
+    return lengths, thetas
+
+
 # --- training -----------------------------------------------------------------------------------------------------------
 
 
