@@ -1,4 +1,4 @@
-"""Acceptance statistics over decoding rounds (definitions of §2 of the paper; names as in the field).
+"""Acceptance statistics over decoding rounds (§2 of the paper, names as in the field), and how good predicted survivals are.
 
     accepted length         mean over rounds of accepted + 1, the bonus or correction included; a round that ended by an
                             accepted stop token emits none
@@ -7,12 +7,28 @@
     acceptance rate         sum accepted / sum proposed, without and with the bonus tokens
 
 Everything pools rounds (never a mean of means) and carries its denominators; a ratio without trials is None.
+
+A prediction is a probability, here the survival a_k, beside its outcome, 1.0 or 0.0 (§3.2.1):
+
+    reliability             bins of equal width on [0, 1]: mean prediction and mean outcome of each
+    ECE                     mean over predictions of the |mean prediction - mean outcome| of their bin
+    Brier                   mean of (prediction - outcome)^2
+    AUROC                   chance that an outcome 1 has the higher prediction than an outcome 0, a tie counting one half
+
+Shapes: N rounds (or predictions), K block positions, P prompts, S resamples.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.intp]
+
+METRICS = ("ece", "brier", "auroc")
+NUM_BINS = 15  # of SGLang's fitter too; DeepSpec's ECE has 20
 
 
 @dataclass(frozen=True)
@@ -67,6 +83,156 @@ def bootstrap_interval(
     index = np.random.default_rng(seed).integers(0, len(tokens_P), size=(num_resamples, len(tokens_P)))
     low, high = np.percentile(tokens_P[index].sum(1) / rounds_P[index].sum(1), [2.5, 97.5])
     return float(low), float(high)
+
+
+@dataclass(frozen=True)
+class ReliabilityBin:
+    bin: int  # 0-based
+    count: int
+    mean_probability: float
+    mean_outcome: float
+
+
+def bin_index(probability_N: ArrayLike, num_bins: int) -> Ints:
+    """The bin of each probability: an edge belongs to the bin above it, and 1 to the last bin."""
+    probability_N = np.asarray(probability_N, dtype=np.float64)
+    if not ((probability_N >= 0.0) & (probability_N <= 1.0)).all():
+        raise ValueError(
+            f"probability: {probability_N.min()} .. {probability_N.max()} leaves [0, 1]. Fix: pass survivals, not confidence logits"
+        )
+    return np.minimum((probability_N * num_bins).astype(np.intp), num_bins - 1)
+
+
+def reliability(probability_N: ArrayLike, outcome_N: ArrayLike, num_bins: int = NUM_BINS) -> list[ReliabilityBin]:
+    """The bins that are not empty."""
+    index_N = bin_index(probability_N, num_bins)
+    count = np.bincount(index_N, minlength=num_bins)
+    probability, outcome = (np.bincount(index_N, np.asarray(x), minlength=num_bins) for x in (probability_N, outcome_N))
+    return [ReliabilityBin(int(b), int(n), float(probability[b] / n), float(outcome[b] / n)) for b, n in enumerate(count) if n]
+
+
+def ece(probability_N: ArrayLike, outcome_N: ArrayLike, num_bins: int = NUM_BINS) -> float | None:
+    """Expected calibration error, a fraction."""
+    probability_N = np.asarray(probability_N, dtype=np.float64)
+    gap = np.bincount(bin_index(probability_N, num_bins), probability_N - np.asarray(outcome_N, dtype=np.float64), minlength=num_bins)
+    return _ratio(np.abs(gap).sum(), len(probability_N))
+
+
+def brier(probability_N: ArrayLike, outcome_N: ArrayLike) -> float | None:
+    """Mean squared error of the probabilities."""
+    error_N = np.asarray(probability_N, dtype=np.float64) - np.asarray(outcome_N, dtype=np.float64)
+    return _ratio(np.square(error_N).sum(), len(error_N))
+
+
+def auroc(probability_N: ArrayLike, outcome_N: ArrayLike) -> float | None:
+    """Area under the ROC curve; None when all outcomes are the same."""
+    rank_N = np.unique(probability_N, return_inverse=True)[1]
+    outcome_N = np.asarray(outcome_N, dtype=np.float64)
+    return auroc_of_ranks(rank_N, outcome_N, np.ones_like(outcome_N))
+
+
+def auroc_of_ranks(rank_N: Ints, outcome_N: Floats, weight_N: Floats) -> float | None:
+    """AUROC with each prediction counted `weight` times; rank: index among the sorted distinct predictions."""
+    positive, negative = (np.bincount(rank_N, weight_N * is_of_class) for is_of_class in (outcome_N, 1.0 - outcome_N))
+    wins = np.sum(positive * (np.cumsum(negative) - 0.5 * negative))
+    return _ratio(float(wins), positive.sum() * negative.sum())
+
+
+def position_columns(name: str, value_NK: ArrayLike, outcome_NK: Floats) -> list[tuple[Floats, Floats]]:
+    """(value, outcome) of the rounds that count, for each position; a round counts at k unless its outcome there is NaN."""
+    value_NK = np.asarray(value_NK, dtype=np.float64)
+    if value_NK.ndim != 2 or value_NK.shape != outcome_NK.shape:
+        raise ValueError(f"{name}: shape {value_NK.shape} is not that of the outcomes, {outcome_NK.shape}. Fix: pass the same rounds")
+    is_counted_NK = ~np.isnan(outcome_NK)
+    is_wrong_NK = ~np.isfinite(value_NK) & is_counted_NK
+    if is_wrong_NK.any():
+        n, k = (int(i) for i in np.argwhere(is_wrong_NK)[0])
+        raise ValueError(
+            f"{name}[{n}][{k}]: {value_NK[n, k]} is not finite, and the position was proposed. Fix: use rounds of a drafter with a confidence head"
+        )
+    return [(value_NK[mask_N, k], outcome_NK[mask_N, k]) for k, mask_N in enumerate(is_counted_NK.T)]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """after - before with its 95 % percentile interval; None where the metric is not defined."""
+
+    estimate: float | None
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
+class Differences:
+    position_K: tuple[Difference, ...]
+    mean: Difference  # of the mean over positions
+
+
+def paired_bootstrap(
+    before_NK: ArrayLike,
+    after_NK: ArrayLike,
+    outcome_NK: Floats,
+    prompt_N: ArrayLike,
+    metric: str,
+    *,
+    num_bins: int = NUM_BINS,
+    num_resamples: int = 1000,
+    seed: int = 0,
+) -> Differences:
+    """The metric of `after` minus that of `before`, by resampling prompts (rounds of one prompt are not independent).
+
+    Both sides of a difference see the same resample, and a prompt comes with all of its rounds. A resample in which the
+    metric is not defined (no rounds; AUROC: one outcome) does not count.
+
+    Read an ECE interval for its sign, not for the size: noise raises a small ECE, and does so again in a resample, which
+    draws the difference towards 0. On synthetic rounds (1,000 to 6,400) the interval all but never had the wrong sign, but
+    as soon as one side was well calibrated it mostly left the true difference out, as too small a change.
+    """
+    if metric not in METRICS:
+        raise ValueError(f"metric: {metric!r} is none of {', '.join(METRICS)}. Fix: name one of them")
+    prompt_index_N = np.unique(np.asarray(prompt_N), return_inverse=True)[1]
+    if prompt_index_N.shape != outcome_NK.shape[:1] or not prompt_index_N.max(initial=0):
+        raise ValueError(
+            f"prompt: shape {prompt_index_N.shape} for {len(outcome_NK)} rounds, of at least 2 prompts. Fix: pass the prompt of each round"
+        )
+    num_prompts = int(prompt_index_N.max()) + 1
+    index = np.random.default_rng(seed).integers(0, num_prompts, size=(num_resamples, num_prompts))
+    drawn_SP = np.array([np.bincount(row, minlength=num_prompts) for row in index]).reshape(num_resamples, num_prompts)
+    weight_SP = np.vstack([np.ones(num_prompts), drawn_SP])  # how often each prompt counts; first the data themselves
+    before_SK, after_SK = (_resampled(metric, x, outcome_NK, prompt_index_N, weight_SP, num_bins) for x in (before_NK, after_NK))
+    change_SK = after_SK - before_SK
+    return Differences(tuple(_difference(change_S) for change_S in change_SK.T), _difference(change_SK.mean(1)))
+
+
+def _resampled(metric: str, survival_NK: ArrayLike, outcome_NK: Floats, prompt_index_N: Ints, weight_SP: Floats, num_bins: int) -> Floats:
+    """The metric [S, K], each prompt counted `weight` times; NaN where it is not defined."""
+    num_prompts, values = weight_SP.shape[1], []
+    for (probability_N, outcome_N), is_proposed_N in zip(
+        position_columns("survival", survival_NK, outcome_NK), ~np.isnan(outcome_NK.T), strict=True
+    ):
+        index_N = prompt_index_N[is_proposed_N]
+        if metric == "auroc":
+            rank_N = np.unique(probability_N, return_inverse=True)[1]
+            aurocs = [auroc_of_ranks(rank_N, outcome_N, weight_P[index_N]) for weight_P in weight_SP]
+            values.append(np.array(aurocs, dtype=np.float64))
+            continue
+        # ECE and Brier are |sums over rounds| / rounds, and a resample's sums are weighted sums of the prompts' own.
+        width, bin_N, term_N = 1, np.zeros_like(index_N), np.square(probability_N - outcome_N)
+        if metric == "ece":
+            width, bin_N, term_N = num_bins, bin_index(probability_N, num_bins), probability_N - outcome_N
+        sum_PB = np.bincount(index_N * width + bin_N, term_N, minlength=num_prompts * width).reshape(num_prompts, width)
+        num_rounds_S = weight_SP @ np.bincount(index_N, minlength=num_prompts)
+        values.append(np.abs(weight_SP @ sum_PB).sum(1) / np.where(num_rounds_S > 0, num_rounds_S, np.nan))
+    return np.stack(values, axis=1)
+
+
+def _difference(change_S: Floats) -> Difference:
+    """Of the estimate, which stands first, and its resamples."""
+    resampled = change_S[1:][~np.isnan(change_S[1:])]
+    if np.isnan(change_S[0]) or not len(resampled):
+        return Difference(None, None, None)
+    low, high = np.percentile(resampled, [2.5, 97.5])
+    return Difference(float(change_S[0]), float(low), float(high))
 
 
 def _ratio(numerator: float, denominator: float) -> float | None:
