@@ -211,3 +211,57 @@ class _Batch:
 def _stream(seed: int, request_id: str) -> torch.Generator:
     digest = hashlib.sha256(f"{seed}/{request_id}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+@torch.no_grad()
+def every_position(target: TargetModel, drafter: DFlash, completion: Completion) -> list[Round]:
+    """The block that the drafter drafts greedily at every anchor of a finished greedy text, and how much of it the text bears out.
+
+    At temperature 0 the text is what the target says after any of its prefixes, so these are the rounds that decoding would
+    make from anchors which it never visits: what a replay needs after a truncated round. Blocks are cut at the text's end.
+    `target_probs` are known up to the first rejection, NaN behind it.
+    """
+    prompt, text, K = completion.request.prompt_ids, completion.token_ids, drafter.config.block_size
+    sequence = [*prompt, *text]
+    anchors = list(range(len(prompt), len(sequence) - 1))
+    if not anchors:
+        return []
+    device = target.device
+    positions_BT = torch.arange(len(sequence) - 1, device=device)[None]
+    states = target.forward(torch.tensor([sequence[:-1]], device=device), positions_BT, target.new_cache(1, len(sequence)))
+    context = drafter.new_context(1, len(sequence))
+    drafter.extend_context(context, states.tapped_BTLD.to(drafter.fc.weight.dtype), positions_BT)
+    context.select(torch.zeros(len(anchors), dtype=torch.long, device=device))
+    anchor_tokens_A, anchors_A = torch.tensor(text[:-1], device=device), torch.tensor(anchors, device=device)
+    uniform_AK = torch.zeros(len(anchors), K, device=device)
+    proposal = drafter.propose(context, anchor_tokens_A, anchors_A, DraftSampling("greedy", 0.0), uniform_AK)
+    confidences = proposal.confidence_logits_BK.tolist() if proposal.confidence_logits_BK is not None else [[]] * len(anchors)
+    rounds = []
+    for i, (drafted, logits) in enumerate(zip(proposal.tokens_BK.tolist(), confidences, strict=True)):
+        following = text[i + 1 :]
+        proposed = min(K, len(following))
+        accepted = next((k for k in range(proposed) if drafted[k] != following[k]), proposed)
+        is_end = accepted == len(following)
+        rounds.append(
+            Round(
+                request_id=completion.request.id,
+                domain=completion.request.domain,
+                source=completion.request.source,
+                round_index=i,
+                temperature=0.0,
+                draft_mode="greedy",
+                variant="",
+                policy="every_position",
+                context_length_tokens=anchors[i],
+                anchor_token=text[i],
+                draft_tokens=tuple(drafted[:proposed]),
+                draft_probs=(1.0,) * proposed,
+                target_probs=(*(1.0,) * accepted, *(0.0,) * (accepted < proposed), *(float("nan"),) * (proposed - accepted - 1)),
+                confidence_logits=tuple(logits[:proposed]),
+                proposed=proposed,
+                accepted=accepted,
+                next_token=None if is_end else following[accepted],
+                ended_by_stop=is_end and completion.finish_reason == "stop",
+            )
+        )
+    return rounds

@@ -56,7 +56,7 @@ def verify(
     B, K = draft_tokens_BK.shape
     rows = torch.arange(B, device=draft_tokens_BK.device)
     target_prob_BK = target_probs_BLV[:, :K].gather(-1, draft_tokens_BK[..., None])[..., 0]
-    index_BK = torch.searchsorted(draft_ids_W, draft_tokens_BK)
+    index_BK = torch.searchsorted(draft_ids_W, draft_tokens_BK.contiguous())
     draft_prob_BK = draft_probs_BKW.gather(-1, index_BK[..., None])[..., 0]
     is_accepted_BK = uniform_BL[:, :K].to(target_prob_BK.dtype) * draft_prob_BK < target_prob_BK
     num_accepted_B = is_accepted_BK.long().cumprod(-1).sum(-1)

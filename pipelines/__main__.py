@@ -12,9 +12,10 @@ from typing import Any
 from dspark.storage import Storage
 from pipelines import flow, runner, targets
 from pipelines.backends.object_store import open_storage
-from pipelines.config import Settings, hydra_main
+from pipelines.config import hydra_main
 from pipelines.lease import holder
 from pipelines.screen import RichScreen
+from pipelines.settings import Settings
 
 
 def main(settings: Settings, plain: dict[str, Any], screen: RichScreen) -> None:

@@ -2,7 +2,7 @@
 
 Steps are verbs, artifacts nouns. What stands in the files is documented where it is written: prompts in
 `stages/prompts.py`, corpus rows in `stages/regenerate.py`, cache rows in `dspark/cache.py`, round rows in
-`dspark/rounds.py`, drafters in `dspark/checkpoint.py`.
+`dspark/rounds.py`, drafters in `dspark/checkpoint.py`, releases in `dspark/release.py`.
 """
 
 from dataclasses import dataclass
@@ -49,3 +49,44 @@ class EvalReport(Artifact):
 
     noun: ClassVar[str] = "EvalReport"
     REPORT: ClassVar[str] = "report.json"
+
+
+@dataclass(frozen=True)
+class Rounds(Artifact):
+    """Decoding rounds on held-out prompts, and a block at every position of the test texts: Parquet files with receipts."""
+
+    noun: ClassVar[str] = "Rounds"
+
+
+@dataclass(frozen=True)
+class Calibration(Artifact):
+    """Per-position temperatures `calibration.json`, and what they do on the test rounds: `report.json`, a figure."""
+
+    noun: ClassVar[str] = "Calibration"
+    CALIBRATION: ClassVar[str] = "calibration.json"
+    REPORT: ClassVar[str] = "report.json"
+
+
+@dataclass(frozen=True)
+class SpsProfile(Artifact):
+    """Seconds of an engine step by its size: raw `timings.json`, medians `sps.json`, a figure."""
+
+    noun: ClassVar[str] = "SpsProfile"
+    TIMINGS: ClassVar[str] = "timings.json"
+    SPS: ClassVar[str] = "sps.json"
+
+
+@dataclass(frozen=True)
+class ScheduleReport(Artifact):
+    """Every policy replayed at every concurrency: `report.json` and figures."""
+
+    noun: ClassVar[str] = "ScheduleReport"
+    REPORT: ClassVar[str] = "report.json"
+
+
+@dataclass(frozen=True)
+class Release(Artifact):
+    """What serving engines load (layout: dspark/release.py), in `release/`."""
+
+    noun: ClassVar[str] = "Release"
+    FOLDER: ClassVar[str] = "release"

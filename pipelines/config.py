@@ -1,197 +1,31 @@
 """The border where YAML becomes frozen dataclasses: the only file that imports hydra, omegaconf or pydantic.
 
-Hydra composes `conf/`, this file resolves it once and validates it. Beyond it there is no DictConfig, no default and no
-unchecked type. A wrong key, type or value is answered with its dotted path, the value, the rule and the fix.
+Hydra composes `conf/`, this file resolves it once and validates it into `settings.py`. Beyond it there is no DictConfig, no
+default and no unchecked type. A wrong key, type or value is answered with its dotted path, the value, the rule and the fix.
 """
 
+import dataclasses
 import difflib
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
 from dspark.config import DFlashConfig, DSparkConfig, LossConfig, TrainingConfig
+from pipelines import settings as records
+from pipelines.settings import SPLITS, STEPS, Settings
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
-STEPS = ("prompts", "regenerate", "cache_targets", "train", "evaluate")
-SPLITS = ("train", "select", "calibrate", "test")
 
-
-# --- target ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class LocalSource:
-    """A Hugging Face folder on disk; relative paths start at the project's root."""
-
-    kind: Literal["local"]
-    path: str
-
-
-@dataclass(frozen=True)
-class HubSource:
-    """A model of the Hugging Face Hub at a fixed revision, fetched by the workers."""
-
-    kind: Literal["hub"]
-    repository: str
-    revision: str
-
-
-@dataclass(frozen=True)
-class RandomSource:
-    """A Llama of random weights with a byte tokenizer, made on the spot; for tests."""
-
-    kind: Literal["random"]
-    num_layers: int
-    width: int
-    num_heads: int
-    num_kv_heads: int
-    mlp_width: int
-    seed: int
-
-
-@dataclass(frozen=True)
-class SamplingConfig:
-    """The target's recommended sampling. top_p 1.0 and top_k 0 switch these filters off."""
-
-    temperature: float
-    top_p: float
-    top_k: int
-
-
-@dataclass(frozen=True)
-class TargetConfig:
-    name: str
-    source: Annotated[LocalSource | HubSource | RandomSource, Field(discriminator="kind")]
-    tapped_layers: tuple[int, ...]
-    mask_token_id: int
-    sampling: SamplingConfig
-    max_length_tokens: int
-
-
-# --- data and stages ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class FileData:
-    """JSONL files, one {"turns": [...], "domain": ..., "system"?: ..., "template"?: ...} a line."""
-
-    kind: Literal["files"]
-    name: str
-    uris: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class HubData:
-    """A conversation data set of the Hugging Face Hub, loaded with `datasets`; `domains` maps its source column."""
-
-    kind: Literal["hub"]
-    name: str
-    repository: str
-    revision: str
-    split: str
-    max_rows: int
-    domains: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class PromptsStage:
-    """`fractions` split by hash of the prompt id (or template); `limits` cap a split, filled by `mix` of domains."""
-
-    fractions: Mapping[str, float]
-    limits: Mapping[str, int]
-    mix: Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class RegenerateStage:
-    engine: Literal["vllm", "transformers"]
-    max_new_tokens: int
-    shard_prompts: int
-
-
-@dataclass(frozen=True)
-class CacheTargetsStage:
-    engine: Literal["vllm", "transformers"]
-
-
-@dataclass(frozen=True)
-class DecodingSetting:
-    """One way of decoding the test prompts. `ablation`: draft with the Markov head's bias switched off."""
-
-    temperature: float
-    draft_mode: Literal["probabilistic", "greedy"]
-    ablation: Literal["no_markov"] | None
-
-
-@dataclass(frozen=True)
-class EvaluateStage:
-    """`benchmarks`: name -> JSONL uri, decoded beside the test split; first turns only, as in the paper's tables."""
-
-    max_new_tokens: int
-    batch_size: int
-    precision: Literal["bf16", "fp32"]
-    seed: int
-    settings: tuple[DecodingSetting, ...]
-    num_lossless_prompts: int
-    max_prompts_per_source: int
-    benchmarks: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class StageConfig:
-    prompts: PromptsStage
-    regenerate: RegenerateStage
-    cache_targets: CacheTargetsStage
-    train: TrainingConfig
-    evaluate: EvaluateStage
-
-
-# --- where it runs --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ClusterConfig:
-    """Where it runs: never part of a fingerprint."""
-
-    executor: Literal["local", "ray"]
-    address: str | None
-    root: str
-    tracker: Literal["mlflow", "none"]
-    tracking_uri: str | None
-    engine_workers: int
-    train_workers: int
-    cpus_per_worker: int
-    gpus_per_worker: int
-    train_engine: Literal["local", "deepspeed"]
-    zero_stage: Literal[0, 1, 2, 3]
-    micro_batch_sequences: int
-    max_attempts: int
-
-
-@dataclass(frozen=True)
-class Settings:
-    mode: Literal["run", "plan", "status"]
-    until: str | None
-    rebuild: tuple[str, ...]
-    target: TargetConfig
-    drafter: Annotated[DFlashConfig | DSparkConfig, Field(discriminator="kind")]
-    data: Annotated[FileData | HubData, Field(discriminator="kind")]
-    stage: StageConfig
-    cluster: ClusterConfig
-
-
-# Unknown keys are errors in every record, also in those of the library, which knows nothing of pydantic.
-for _record in (
-    LocalSource, HubSource, RandomSource, SamplingConfig, TargetConfig, FileData, HubData, PromptsStage, RegenerateStage,
-    CacheTargetsStage, DecodingSetting, EvaluateStage, StageConfig, ClusterConfig, DFlashConfig, DSparkConfig, LossConfig,
-    TrainingConfig, Settings,
-):  # fmt: skip
+# The records know nothing of pydantic: unknown keys are errors in each of them, and unions are told apart by their kind.
+for _record in (DFlashConfig, DSparkConfig, LossConfig, TrainingConfig, *records.RECORDS):
     with_config(ConfigDict(extra="forbid"))(_record)
+for _record, _name in ((records.TargetConfig, "source"), (Settings, "drafter"), (Settings, "data")):
+    _field = next(field for field in dataclasses.fields(_record) if field.name == _name)
+    _field.type = Annotated[_field.type, Field(discriminator="kind")]
 
 
 def hydra_main(function: Callable[[Settings, dict[str, Any]], None]) -> None:
@@ -350,6 +184,7 @@ def _check(settings: Settings) -> None:
     for path, value in (
         ("stage.regenerate.max_new_tokens", stage.regenerate.max_new_tokens),
         ("stage.evaluate.max_new_tokens", stage.evaluate.max_new_tokens),
+        ("stage.trace.max_new_tokens", stage.trace.max_new_tokens),
     ):
         require(
             1 <= value < settings.target.max_length_tokens,
@@ -358,6 +193,21 @@ def _check(settings: Settings) -> None:
             f"must be between 1 and target.max_length_tokens - 1 = {settings.target.max_length_tokens - 1}",
             f"{path}=128",
         )
+    for path, sizes in (
+        ("stage.profile_sps.batch_tokens", stage.profile_sps.batch_tokens),
+        ("stage.profile_sps.num_requests", stage.profile_sps.num_requests),
+        ("stage.schedule.concurrencies", stage.schedule.concurrencies),
+    ):
+        is_ascending = list(sizes) == sorted(set(sizes)) and bool(sizes) and sizes[0] >= 1
+        require(is_ascending, path, list(sizes), "must be ascending, distinct and at least 1", f"{path}=[1,8,64,512]")
+    most = max(stage.schedule.concurrencies)
+    require(
+        max(stage.profile_sps.batch_tokens) >= most * (drafter.block_size + 1) and max(stage.profile_sps.num_requests) >= most,
+        "stage.schedule.concurrencies",
+        list(stage.schedule.concurrencies),
+        "a step beyond the largest one that profile_sps measures would look free",
+        "larger stage.profile_sps.batch_tokens and num_requests, or fewer requests at once",
+    )
     sampling = settings.target.sampling
     is_plain = sampling.top_p == 1.0 and sampling.top_k == 0
     require(

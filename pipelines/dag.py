@@ -92,11 +92,15 @@ class Step:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step function hands back: checksums of every file that is the artifact, metrics, and figures to show."""
+    """What a step function hands back: checksums of every file that is the artifact, metrics, and figures to show.
+
+    `registered_model`: the name under which the tracker registers the artifact as a model version.
+    """
 
     files: Mapping[str, str]
     metrics: Mapping[str, float] = field(default_factory=dict)
     figures: tuple[str, ...] = ()
+    registered_model: str | None = None
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,12 @@
 """THE RECIPE: every step of the pipeline in reading order, with what it is made from.
 
-    prompts ─▶ regenerate ─▶ cache_targets ─▶ train ─▶ evaluate
-       └───────────── test prompts ──────────────────────┘
+    prompts ─▶ regenerate ─▶ cache_targets ─▶ train ─┬─▶ evaluate ──────────────────────────────┐
+       │                                             ├─▶ trace ─▶ calibrate ─┬─▶ schedule ─┬─▶ publish
+       └──── held-out prompts ──▶ evaluate, trace    └─▶ profile_sps ────────┘             ┘
 
 A step's config holds exactly what decides its artifact, named as a user types it: the part called like the step is
-`stage.<step>`, the rest are `target.*`, `drafter.*`, `data.*`. What only says where it runs is in its Resources.
+`stage.<step>`, the rest are `target.*`, `drafter.*`, `data.*`. What only says where it runs is in its Resources. The second
+half needs a confidence head: a drafter without one ends with its evaluation.
 """
 
 import hashlib
@@ -14,20 +16,26 @@ from pathlib import Path
 
 from dspark.config import DFlashConfig, DSparkConfig, TrainingConfig
 from pipelines import artifacts, targets
+from pipelines import stack as stacks
 from pipelines.backends.object_store import open_storage
-from pipelines.config import (
-    PROJECT_ROOT,
+from pipelines.config import PROJECT_ROOT
+from pipelines.dag import Resources, Step
+from pipelines.settings import (
     STEPS,
     CacheTargetsStage,
+    CalibrateStage,
     EvaluateStage,
     FileData,
     HubData,
+    ProfileSpsStage,
     PromptsStage,
+    PublishStage,
     RegenerateStage,
     SamplingConfig,
+    ScheduleStage,
     Settings,
+    TraceStage,
 )
-from pipelines.dag import Resources, Step
 from pipelines.targets import TargetIdentity
 
 
@@ -79,6 +87,41 @@ class EvaluateConfig:
     target: TargetIdentity
     max_length_tokens: int
     benchmarks: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class TraceConfig:
+    trace: TraceStage
+    target: TargetIdentity
+    max_length_tokens: int
+
+
+@dataclass(frozen=True)
+class CalibrateConfig:
+    calibrate: CalibrateStage
+    block_size: int
+
+
+@dataclass(frozen=True)
+class ProfileSpsConfig:
+    """The one step whose content is a measurement: the stack that it holds for is part of what it is."""
+
+    profile_sps: ProfileSpsStage
+    target: TargetIdentity
+    stack: stacks.Stack
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    schedule: ScheduleStage
+    block_size: int
+
+
+@dataclass(frozen=True)
+class PublishConfig:
+    publish: PublishStage
+    target: TargetIdentity
+    block_size: int
 
 
 def build(settings: Settings) -> list[Step]:
@@ -155,8 +198,80 @@ def build(settings: Settings) -> list[Step]:
         replace(engines, files=benchmark_uris),
     )
     steps = [prompts, regenerate, cache_targets, train, evaluate]
-    assert tuple(step.name for step in steps) == STEPS
-    return steps[: STEPS.index(settings.until) + 1] if settings.until else steps
+    if isinstance(settings.drafter, DSparkConfig):
+        steps += _second_half(settings, identity, drafter_name, engines, here, prompts, train, evaluate)
+    names = tuple(step.name for step in steps)
+    assert names == STEPS[: len(names)]
+    if settings.until and settings.until not in names:
+        raise ValueError(
+            f"until: {settings.until!r}: a {settings.drafter.kind} drafter has no confidence head, its last step is {names[-1]}. Fix: until={names[-1]}"
+        )
+    return steps[: names.index(settings.until) + 1] if settings.until else steps
+
+
+def _second_half(
+    settings: Settings,
+    identity: TargetIdentity,
+    label: str,
+    engines: Resources,
+    here: Resources,
+    prompts: Step,
+    train: Step,
+    evaluate: Step,
+) -> list[Step]:
+    """From a trained drafter with a confidence head to its release."""
+    stage, block_size = settings.stage, settings.drafter.block_size
+    trace = Step(
+        "trace",
+        1,
+        "pipelines.stages.trace:run",
+        TraceConfig(stage.trace, identity, settings.target.max_length_tokens),
+        {"prompts": prompts, "drafter": train},
+        artifacts.Rounds,
+        label,
+        engines,
+    )
+    calibrate = Step(
+        "calibrate",
+        1,
+        "pipelines.stages.calibrate:run",
+        CalibrateConfig(stage.calibrate, block_size),
+        {"rounds": trace},
+        artifacts.Calibration,
+        label,
+        here,
+    )
+    profile_sps = Step(
+        "profile_sps",
+        1,
+        "pipelines.stages.profile_sps:run",
+        ProfileSpsConfig(stage.profile_sps, identity, stacks.probe(engines.num_cpus, engines.num_gpus)),
+        {"drafter": train},
+        artifacts.SpsProfile,
+        label,
+        replace(engines, num_workers=1),
+    )
+    schedule = Step(
+        "schedule",
+        1,
+        "pipelines.stages.schedule:run",
+        ScheduleConfig(stage.schedule, block_size),
+        {"rounds": trace, "calibration": calibrate, "profile": profile_sps},
+        artifacts.ScheduleReport,
+        label,
+        here,
+    )
+    publish = Step(
+        "publish",
+        1,
+        "pipelines.stages.publish:run",
+        PublishConfig(stage.publish, identity, block_size),
+        {"drafter": train, "report": evaluate, "calibration": calibrate, "profile": profile_sps, "schedule": schedule},
+        artifacts.Release,
+        label,
+        here,
+    )
+    return [trace, calibrate, profile_sps, schedule, publish]
 
 
 def absolute(uri: str) -> str:

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pipelines.artifacts import Drafter
+from pipelines.artifacts import Drafter, Release
 from pipelines.dag import Artifact, Step
 from pipelines.runner import Planned, Progress, StepFailed
 
@@ -120,8 +120,8 @@ class RichScreen:
         self._console.print(table)
         self._line(f"folders are below {self._root_uri}")
         for artifact in artifacts.values():
-            if isinstance(artifact, Drafter):
-                self._line(f"drafter: {artifact.uri}/{Drafter.FOLDER}")
+            if isinstance(artifact, Drafter | Release):
+                self._line(f"{artifact.noun.lower()}: {artifact.uri}/{artifact.FOLDER}")
 
     def failure(self, error: StepFailed) -> None:
         """One screen: which step, why, what is kept, and how to go on."""

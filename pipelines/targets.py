@@ -11,9 +11,10 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipelines.config import PROJECT_ROOT, HubSource, LocalSource, RandomSource, TargetConfig
+from pipelines.config import PROJECT_ROOT
 from pipelines.dag import canonical, digest
 from pipelines.runner import resolve
+from pipelines.settings import HubSource, LocalSource, RandomSource, TargetConfig
 
 IDENTITY = "identity.json"
 HUB_PREFIX = "hub://"

@@ -108,7 +108,14 @@ class MlflowTracker:
             self._client.log_text(run_id, json.dumps(record, indent=1), RECORD)
             for name in outcome.figures:
                 self._log_file(run_id, storage, name)
+            if outcome.registered_model:
+                self._register(outcome.registered_model, storage.uri, run_id, record["fingerprint"])
             self._client.set_terminated(run_id, "FINISHED")
+
+    def _register(self, name: str, source: str, run_id: str, fingerprint: str) -> None:
+        if not self._client.search_registered_models(f"name = '{name}'"):
+            self._client.create_registered_model(name)
+        self._client.create_model_version(name, source, run_id, tags={"fingerprint": fingerprint})
 
     def end(self, error: BaseException | None) -> None:
         """Closes what is open: FINISHED, KILLED after Ctrl-C, FAILED (with the error as a tag) otherwise."""

@@ -40,7 +40,7 @@ from vllm.inputs import TokensPrompt  # noqa: E402
 
 if TYPE_CHECKING:
     from dspark.target import TargetHead
-    from pipelines.config import SamplingConfig
+    from pipelines.settings import SamplingConfig
 
 CAPTURE_SEQUENCES = 16  # sequences prefilled together; their states wait in the engine's cache
 BATCH_TOKENS = 4096
@@ -128,6 +128,27 @@ class Capture:
                 yield hidden_TLD[:, :-1], self._head.normalise(hidden_TLD[:, -1])
             for leftover in Path(self._folder.name).iterdir():
                 leftover.unlink()
+
+
+class Prefiller:
+    """Engine steps of exactly so many tokens, to be timed: prompts prefilled together, one token sampled for each."""
+
+    def __init__(self, folder: Path, prompt_tokens: int, batch_tokens: int) -> None:
+        self._prompt_tokens = prompt_tokens
+        self._engine = vllm.LLM(
+            str(folder),
+            dtype="bfloat16",
+            enforce_eager=not _HAS_GPU,
+            enable_prefix_caching=False,
+            max_num_batched_tokens=max(batch_tokens, prompt_tokens + 1),
+            max_model_len=prompt_tokens + 1,
+            disable_log_stats=True,
+        )
+        self._sampling = vllm.SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+
+    def step(self, batch_tokens: int) -> None:
+        lengths = [min(self._prompt_tokens, batch_tokens - start) for start in range(0, batch_tokens, self._prompt_tokens)]
+        self._engine.generate(_prompts([[1] * length for length in lengths]), self._sampling, use_tqdm=False)
 
 
 def _prompts(sequences: list[list[int]]) -> list[TokensPrompt]:

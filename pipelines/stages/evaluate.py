@@ -6,24 +6,24 @@ texts. `report.json` is computed from the rounds alone (schema: dspark/rounds.py
 `acceptance.png` shows acceptance by position; prompts that could not be decoded are in the report with their reason.
 """
 
-import hashlib
 import json
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from dspark.metrics import Acceptance, acceptance, bootstrap_interval
-from dspark.rounds import Round, from_parquet, to_parquet
+from dspark.rounds import Round, from_parquet
 from dspark.storage import Storage
-from pipelines.artifacts import Drafter, EvalReport, PromptSet
+from pipelines.artifacts import EvalReport, PromptSet
 from pipelines.backends.object_store import open_storage
-from pipelines.config import DecodingSetting
 from pipelines.dag import Artifact, Outcome, file_checksums
+from pipelines.decoder import Decoder, DecoderSettings, put_rounds
 from pipelines.flow import EvaluateConfig
 from pipelines.runner import Progress, Work
+from pipelines.settings import DecodingSetting
 from pipelines.stages.prompts import prompt_id, read_prompt_file
-from pipelines.targets import local_folder
 
 FIGURE = "acceptance.png"
 MARGIN = 1e-4  # two greedy texts may part where the two best logits are closer than this
@@ -39,9 +39,8 @@ DEFINITIONS = {
 
 @dataclass(frozen=True)
 class Settings:
-    config: EvaluateConfig
-    target_uri: str
-    drafter_uri: str
+    decoder: DecoderSettings
+    precision: str
     out_uri: str
 
 
@@ -71,7 +70,17 @@ def run(config: EvaluateConfig, inputs: Mapping[str, Artifact], out: Storage, wo
     receipts = {u.name: json.loads(out.read(f"{u.name}.json")) for u in units if out.exists(f"{u.name}.json")}
     total, done = sum(len(u.prompts) for u in units), sum(len(u.prompts) for u in units if u.name in receipts)
     work.report(Progress(done, total, "prompts"))
-    settings = Settings(config, work.resources.target_uri, inputs["drafter"].uri, out.uri)
+    stage = config.evaluate
+    decoder = DecoderSettings(
+        work.resources.target_uri,
+        inputs["drafter"].uri,
+        config.target.weights,
+        config.max_length_tokens,
+        stage.max_new_tokens,
+        stage.batch_size,
+        stage.seed,
+    )
+    settings = Settings(decoder, stage.precision, out.uri)
     for receipt in work.map("pipelines.stages.evaluate:Evaluator", settings, [u for u in units if u.name not in receipts]):
         receipts[receipt["name"]] = receipt
         done += receipt["num_prompts"]
@@ -92,81 +101,28 @@ class Evaluator:
     """Lives on one worker: target and drafter loaded once (the fp32 pair only when the losslessness check comes)."""
 
     def __init__(self, settings: Settings) -> None:
-        import torch
-
-        from dspark.chat import ChatTokenizer
-
-        self._settings, self._config = settings, settings.config
-        self._folder, self._out = local_folder(settings.target_uri), open_storage(settings.out_uri)
-        self._tokenizer = ChatTokenizer(self._folder)
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._loaded: dict[str, tuple[Any, Any]] = {}
-
-    def _models(self, precision: str) -> tuple[Any, Any]:
-        from dspark.checkpoint import load_drafter
-        from dspark.target import TransformersTarget, load_head
-        from dspark.training import DTYPES
-
-        if precision not in self._loaded:
-            dtype = DTYPES[precision]
-            head = load_head(self._folder, dtype)
-            drafter = load_drafter(open_storage(self._settings.drafter_uri), Drafter.FOLDER, head, self._config.target.weights, dtype).to(
-                self._device
-            )
-            self._loaded = {precision: (TransformersTarget(self._folder, drafter.tapped_layers, dtype, self._device), drafter)}
-        return self._loaded[precision]
+        self._settings, self._decoder, self._out = settings, Decoder(settings.decoder), open_storage(settings.out_uri)
 
     def __call__(self, unit: Unit) -> dict[str, Any]:
-        import time
-
         started = time.monotonic()
-        requests, skipped = self._requests(unit.prompts)
+        requests, skipped = self._decoder.requests(unit.prompts)
         receipt: dict[str, Any] = {"name": unit.name, "num_prompts": len(unit.prompts), "skipped": skipped}
         if unit.setting is None:
             receipt["lossless"], num_tokens = self._check_lossless(requests)
         else:
-            target, drafter = self._models(self._config.evaluate.precision)
-            drafter.is_markov_ablated = unit.setting.ablation == "no_markov"
-            completions = self._decode(target, drafter, requests, unit.setting)
-            data = to_parquet([r for c in completions for r in c.rounds])
-            self._out.put(f"{unit.name}.parquet", data)
-            receipt["sha256"] = hashlib.sha256(data).hexdigest()
+            completions = self._decoder.decode(requests, unit.setting, self._settings.precision)
+            receipt["sha256"] = put_rounds(self._out, f"{unit.name}.parquet", completions)
             num_tokens = sum(len(c.token_ids) for c in completions)
         receipt["tokens_per_second"] = num_tokens / max(time.monotonic() - started, 1e-9)
         self._out.put(f"{unit.name}.json", json.dumps(receipt).encode())
         return receipt
 
-    def _requests(self, prompts: Sequence[dict[str, Any]]) -> tuple[list[Any], list[dict[str, str]]]:
-        from dspark.chat import messages
-        from dspark.decoding import Request
-
-        requests, skipped = [], []
-        for prompt in prompts:
-            ids = self._tokenizer.prompt_ids(messages(prompt["system"], prompt["turns"][:1], []))
-            if len(ids) + self._config.evaluate.max_new_tokens > self._config.max_length_tokens:
-                skipped.append({"id": prompt["id"], "source": prompt["source"], "reason": f"prompt too long ({len(ids)} tokens)"})
-            else:
-                requests.append(Request(f"{prompt['source']}/{prompt['id']}", tuple(ids), prompt["domain"], prompt["source"]))
-        return requests, skipped
-
-    def _decode(self, target: Any, drafter: Any, requests: list[Any], setting: DecodingSetting) -> list[Any]:
-        from dspark.decoding import DecodingConfig, decode
-        from dspark.drafters.base import DraftSampling
-
-        stage = self._config.evaluate
-        sampling = DraftSampling(setting.draft_mode, setting.temperature)
-        config = DecodingConfig(
-            sampling, stage.max_new_tokens, self._tokenizer.stop_ids, stage.batch_size, stage.seed, setting.ablation or ""
-        )
-        return sorted(decode(target, drafter, requests, config), key=lambda completion: completion.request.id)
-
     def _check_lossless(self, requests: list[Any]) -> tuple[dict[str, Any], int]:
         """Greedy text with and without the drafter, fp32; every place where they part, with its margin."""
-        target, drafter = self._models("fp32")
-        drafter.is_markov_ablated = False
         setting = DecodingSetting(0.0, "greedy", None)
-        plain, drafted = self._decode(target, None, requests, setting), self._decode(target, drafter, requests, setting)
-        partings = []
+        plain, drafted = (self._decoder.decode(requests, setting, "fp32", use_drafter) for use_drafter in (False, True))
+        target, _ = self._decoder.models("fp32")
+        partings: list[dict[str, Any]] = []
         for one, other in zip(plain, drafted, strict=True):
             if one.token_ids != other.token_ids:
                 position = next((i for i, (a, b) in enumerate(zip(one.token_ids, other.token_ids, strict=False)) if a != b), 0)

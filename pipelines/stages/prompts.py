@@ -18,10 +18,10 @@ from typing import Any
 from dspark.storage import Storage
 from pipelines.artifacts import PromptSet
 from pipelines.backends.object_store import open_storage
-from pipelines.config import SPLITS, HubData
 from pipelines.dag import Artifact, Outcome, file_checksums
 from pipelines.flow import PromptsConfig
 from pipelines.runner import Progress, Work
+from pipelines.settings import SPLITS, HubData
 
 ROW_KEYS = {"turns", "domain", "system", "template"}
 
@@ -39,7 +39,7 @@ def run(config: PromptsConfig, inputs: Mapping[str, Artifact], out: Storage, wor
     if not found:
         raise ValueError(f"data: {config.data.name!r} holds no prompt. Fix: give files with at least one row, for example data=bundled")
     kept = _split(list(found.values()), config, dropped)
-    for split in ("train", "select", "test"):
+    for split in SPLITS:
         if not any(row["split"] == split for row in kept):
             raise ValueError(
                 f"data: split {split!r} got none of {len(found)} prompts. Fix: more prompts, or a larger stage.prompts.fractions.{split}"

@@ -12,9 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from dspark.release import check_release
+from dspark.storage import LocalStorage
 from pipelines.config import PROJECT_ROOT
 
-STEPS = ["prompts", "regenerate", "cache_targets", "train", "evaluate"]
+SECOND_HALF = ["trace", "calibrate", "profile_sps", "schedule", "publish"]
+STEPS = ["prompts", "regenerate", "cache_targets", "train", "evaluate", *SECOND_HALF]
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
 
@@ -56,6 +59,9 @@ def test_trunk_local_run_makes_every_artifact_with_its_record(finished: Path) ->
     assert report["lossless"]["num_prompts"] == 4
     assert set(report["settings"]) == {"t0-greedy", "t0-greedy-no_markov", "t1-probabilistic"}
     assert all(1.0 <= report["settings"][name]["test"]["all"]["accepted_length"] <= 5.0 for name in report["settings"])
+    check_release(LocalStorage(str(next(finished.glob("publish/*/release")))))
+    rows = json.loads(next(finished.glob("schedule/*/report.json")).read_text())["rows"]
+    assert {(row["confidences"], row["num_requests"]) for row in rows} == {(c, n) for c in ("raw", "calibrated") for n in (1, 4, 16)}
     assert made["train"]["inputs"]["cache"]["payload_sha256"] == made["cache_targets"]["payload_sha256"]
     assert not list(finished.rglob("*.partial"))
     assert not list(finished.rglob("lease.json"))
@@ -68,12 +74,25 @@ def test_trunk_second_run_hits_everything_and_starts_nothing(finished: Path) -> 
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.is_file()} == before
 
 
+def test_trunk_release_that_was_left_half_written_is_written_anew(finished: Path) -> None:
+    place = next(finished.glob("publish/*/release"))
+    whole = {path.name: path.read_bytes() for path in place.iterdir()}
+    for path in (place.parent / "record.json", place / "checksums.json", place / "README.md"):
+        path.unlink()
+    (place / "lineage.json").write_bytes(b"{")
+    assert verdicts(pipeline(finished)) == {**dict.fromkeys(STEPS, "hit"), "publish": "run"}
+    assert {path.name: path.read_bytes() for path in place.iterdir()} == whole
+
+
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("stage.evaluate.max_new_tokens=8", {"evaluate"}),
-        ("stage.train.lr=2e-3", {"train", "evaluate"}),
-        ("rebuild=[regenerate]", {"regenerate", "cache_targets", "train", "evaluate"}),
+        ("stage.evaluate.max_new_tokens=8", {"evaluate", "publish"}),
+        ("stage.train.lr=2e-3", {"train", "evaluate", *SECOND_HALF}),
+        ("stage.calibrate.num_bins=20", {"calibrate", "schedule", "publish"}),
+        ("stage.schedule.num_steps=30", {"schedule", "publish"}),
+        ("cluster.cpus_per_worker=1", {"profile_sps", "schedule", "publish"}),
+        ("rebuild=[regenerate]", {"regenerate", "cache_targets", "train", "evaluate", *SECOND_HALF}),
         ("cluster.engine_workers=3", set()),
     ],
 )
@@ -91,7 +110,7 @@ def test_trunk_rebuild_makes_new_responses_and_everything_after_them(finished: P
     assert after["prompts"]["provenance"] == before["prompts"]["provenance"]
     for step in ("regenerate", "cache_targets", "train"):
         assert after[step]["payload_sha256"] != before[step]["payload_sha256"]
-    assert verdicts(pipeline(finished, "mode=plan")) == {**dict.fromkeys(STEPS, "hit"), "evaluate": "run"}
+    assert verdicts(pipeline(finished, "mode=plan")) == {**dict.fromkeys(STEPS[:4], "hit"), **dict.fromkeys(STEPS[4:], "run")}
 
 
 @pytest.mark.parametrize(
@@ -100,7 +119,7 @@ def test_trunk_rebuild_makes_new_responses_and_everything_after_them(finished: P
         (["stage.train.lrr=1"], 2, "did you mean stage.train.lr"),
         (["data.uris=[does/not/exist.jsonl]"], 2, "data.uris"),
         (["target.mask_token_id=40"], 1, "target.mask_token_id"),
-        (["drafter.block_size=60"], 1, "drafter.block_size"),
+        (["drafter.block_size=60", "stage.schedule.concurrencies=[1]"], 1, "drafter.block_size"),
     ],
 )
 def test_trunk_bad_request_is_one_screen_with_field_and_fix(finished: Path, overrides: list[str], status: int, expected: str) -> None:
@@ -120,7 +139,13 @@ def test_trunk_store_below_a_regular_file_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "mark"), [("regenerate", "rows-00001.json"), ("cache_targets", "shard-00001.json"), ("train", "complete.json")]
+    ("step", "mark"),
+    [
+        ("regenerate", "rows-00001.json"),
+        ("cache_targets", "shard-00001.json"),
+        ("train", "complete.json"),
+        ("trace", "rounds-calibrate-0000.json"),
+    ],
 )
 def test_trunk_killed_driver_goes_on_from_what_was_finished(tmp_path: Path, step: str, mark: str) -> None:
     """SIGKILL once the step has finished a part of its work; then the same command."""
@@ -134,7 +159,7 @@ def test_trunk_killed_driver_goes_on_from_what_was_finished(tmp_path: Path, step
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert step not in records(tmp_path), "the step finished before it was killed"
-    receipts = [path for path in (tmp_path / step).rglob("*.json") if path.name.startswith(("rows-", "shard-", "complete"))]
+    receipts = [path for path in (tmp_path / step).rglob("*.json") if path.name.startswith(("rows-", "shard-", "complete", "rounds-"))]
     parts = [p for r in receipts for p in (r, r.with_suffix(".parquet"), r.with_suffix(".arrow")) if p.is_file()]
     kept = {path: path.read_bytes() for path in parts}
     output = pipeline(tmp_path, *slow)
@@ -156,6 +181,7 @@ def test_trunk_on_real_ray_vllm_deepspeed_and_mlflow(tmp_path: Path) -> None:
         "stage.regenerate.engine=vllm",
         "stage.cache_targets.engine=vllm",
         "stage.train.precision=bf16",
+        "stage.profile_sps.engines=[decoding,vllm]",
     ]
     pipeline(tmp_path, *overrides)
     made = records(tmp_path)
@@ -165,7 +191,11 @@ def test_trunk_on_real_ray_vllm_deepspeed_and_mlflow(tmp_path: Path) -> None:
         curve = database.execute(
             "select count(*) from metrics where run_uuid = ? and key = 'loss'", (made["train"]["mlflow_run_id"],)
         ).fetchone()
+        versions = database.execute("select name, source, run_id from model_versions").fetchall()
     assert {runs[made[step]["mlflow_run_id"]] for step in STEPS} == set(STEPS)
+    folder = next(tmp_path.glob("publish/*"))
+    assert versions == [("tiny-dspark", str(folder), made["publish"]["mlflow_run_id"])]
+    assert set(json.loads(next(tmp_path.glob("profile_sps/*/sps.json")).read_text())["engines"]) == {"decoding", "vllm"}
     assert curve[0] >= 20
     output = pipeline(tmp_path, *overrides)
     assert verdicts(output) == dict.fromkeys(STEPS, "hit")

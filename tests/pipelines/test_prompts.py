@@ -10,9 +10,10 @@ import pytest
 
 from dspark.storage import LocalStorage
 from pipelines import flow
-from pipelines.config import PROJECT_ROOT, FileData, compose
+from pipelines.config import PROJECT_ROOT, compose
 from pipelines.dag import Outcome
 from pipelines.runner import LocalWork
+from pipelines.settings import FileData
 from pipelines.stages import prompts
 
 BUNDLED = sorted((PROJECT_ROOT / "conf/data/prompts").glob("*.jsonl"))

@@ -1,0 +1,95 @@
+"""Prompts to rounds on one worker: what evaluate, trace and profile_sps share. The decoding itself is `dspark.decoding.decode`."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pipelines.artifacts import Drafter
+from pipelines.backends.object_store import open_storage
+from pipelines.settings import DecodingSetting
+from pipelines.targets import local_folder
+
+if TYPE_CHECKING:
+    from dspark.decoding import Completion, Request
+    from dspark.drafters.dflash import DFlash
+    from dspark.storage import Storage
+    from dspark.target import TransformersTarget
+
+
+@dataclass(frozen=True)
+class DecoderSettings:
+    """`weights`: hash of the target's weights, which the drafter must have been trained for."""
+
+    target_uri: str
+    drafter_uri: str
+    weights: str
+    max_length_tokens: int
+    max_new_tokens: int
+    batch_size: int
+    seed: int
+
+
+class Decoder:
+    """Target and drafter of one precision at a time, loaded when first asked for."""
+
+    def __init__(self, settings: DecoderSettings) -> None:
+        import torch
+
+        from dspark.chat import ChatTokenizer
+
+        self._settings, self._folder = settings, local_folder(settings.target_uri)
+        self.tokenizer = ChatTokenizer(self._folder)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._loaded: dict[str, tuple[TransformersTarget, DFlash]] = {}
+
+    def models(self, precision: str) -> "tuple[TransformersTarget, DFlash]":
+        from dspark.checkpoint import load_drafter
+        from dspark.target import TransformersTarget, load_head
+        from dspark.training import DTYPES
+
+        if precision not in self._loaded:
+            dtype = DTYPES[precision]
+            head = load_head(self._folder, dtype)
+            drafter = load_drafter(open_storage(self._settings.drafter_uri), Drafter.FOLDER, head, self._settings.weights, dtype)
+            target = TransformersTarget(self._folder, drafter.tapped_layers, dtype, self.device)
+            self._loaded = {precision: (target, drafter.to(self.device))}
+        return self._loaded[precision]
+
+    def requests(self, prompts: Sequence[dict[str, Any]]) -> "tuple[list[Request], list[dict[str, str]]]":
+        """First turns as requests, and what is too long with its reason. A prompt's `source` becomes part of its id."""
+        from dspark.chat import messages
+        from dspark.decoding import Request
+
+        requests, skipped = [], []
+        for prompt in prompts:
+            ids = self.tokenizer.prompt_ids(messages(prompt["system"], prompt["turns"][:1], []))
+            if len(ids) + self._settings.max_new_tokens > self._settings.max_length_tokens:
+                skipped.append({"id": prompt["id"], "source": prompt["source"], "reason": f"prompt too long ({len(ids)} tokens)"})
+            else:
+                requests.append(Request(f"{prompt['source']}/{prompt['id']}", tuple(ids), prompt["domain"], prompt["source"]))
+        return requests, skipped
+
+    def decode(self, requests: "list[Request]", setting: DecodingSetting, precision: str, use_drafter: bool = True) -> "list[Completion]":
+        from dspark.decoding import DecodingConfig, decode
+        from dspark.drafters.base import DraftSampling
+        from dspark.drafters.dspark import DSpark
+
+        target, drafter = self.models(precision)
+        if isinstance(drafter, DSpark):
+            drafter.is_markov_ablated = setting.ablation == "no_markov"
+        sampling = DraftSampling(setting.draft_mode, setting.temperature)
+        limits = self._settings
+        config = DecodingConfig(
+            sampling, limits.max_new_tokens, self.tokenizer.stop_ids, limits.batch_size, limits.seed, setting.ablation or ""
+        )
+        return sorted(decode(target, drafter if use_drafter else None, requests, config), key=lambda completion: completion.request.id)
+
+
+def put_rounds(out: "Storage", name: str, completions: "Sequence[Completion]") -> str:
+    """Writes their rounds and returns the file's SHA-256."""
+    from dspark.rounds import to_parquet
+
+    data = to_parquet([r for completion in completions for r in completion.rounds])
+    out.put(name, data)
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,239 @@
+"""Every setting of the pipeline, as frozen dataclasses without defaults (those live once, in `conf/`).
+
+Standard library only. `config.py` fills them from YAML and the command line; whoever reads a setting takes its type from here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from dspark.config import DFlashConfig, DSparkConfig, TrainingConfig
+
+STEPS = (
+    "prompts", "regenerate", "cache_targets", "train", "evaluate",
+    "trace", "calibrate", "profile_sps", "schedule", "publish",
+)  # fmt: skip
+SPLITS = ("train", "select", "calibrate", "test")
+
+
+# --- target ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LocalSource:
+    """A Hugging Face folder on disk; relative paths start at the project's root."""
+
+    kind: Literal["local"]
+    path: str
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """A model of the Hugging Face Hub at a fixed revision, fetched by the workers."""
+
+    kind: Literal["hub"]
+    repository: str
+    revision: str
+
+
+@dataclass(frozen=True)
+class RandomSource:
+    """A Llama of random weights with a byte tokenizer, made on the spot; for tests."""
+
+    kind: Literal["random"]
+    num_layers: int
+    width: int
+    num_heads: int
+    num_kv_heads: int
+    mlp_width: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """The target's recommended sampling. top_p 1.0 and top_k 0 switch these filters off."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    name: str
+    source: LocalSource | HubSource | RandomSource
+    tapped_layers: tuple[int, ...]
+    mask_token_id: int
+    sampling: SamplingConfig
+    max_length_tokens: int
+
+
+# --- data and stages ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FileData:
+    """JSONL files, one {"turns": [...], "domain": ..., "system"?: ..., "template"?: ...} a line."""
+
+    kind: Literal["files"]
+    name: str
+    uris: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class HubData:
+    """A conversation data set of the Hugging Face Hub, loaded with `datasets`; `domains` maps its source column."""
+
+    kind: Literal["hub"]
+    name: str
+    repository: str
+    revision: str
+    split: str
+    max_rows: int
+    domains: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class PromptsStage:
+    """`fractions` split by hash of the prompt id (or template); `limits` cap a split, filled by `mix` of domains."""
+
+    fractions: Mapping[str, float]
+    limits: Mapping[str, int]
+    mix: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class RegenerateStage:
+    engine: Literal["vllm", "transformers"]
+    max_new_tokens: int
+    shard_prompts: int
+
+
+@dataclass(frozen=True)
+class CacheTargetsStage:
+    engine: Literal["vllm", "transformers"]
+
+
+@dataclass(frozen=True)
+class DecodingSetting:
+    """One way of decoding prompts. `ablation`: draft with the Markov head's bias switched off."""
+
+    temperature: float
+    draft_mode: Literal["probabilistic", "greedy"]
+    ablation: Literal["no_markov"] | None
+
+
+@dataclass(frozen=True)
+class EvaluateStage:
+    """`benchmarks`: name -> JSONL uri, decoded beside the test split; first turns only, as in the paper's tables."""
+
+    max_new_tokens: int
+    batch_size: int
+    precision: Literal["bf16", "fp32"]
+    seed: int
+    settings: tuple[DecodingSetting, ...]
+    num_lossless_prompts: int
+    max_prompts_per_source: int
+    benchmarks: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class TraceStage:
+    """`setting` is what serving will do: calibration and schedule hold for it alone."""
+
+    setting: DecodingSetting
+    max_new_tokens: int
+    batch_size: int
+    precision: Literal["bf16", "fp32"]
+    seed: int
+
+
+@dataclass(frozen=True)
+class CalibrateStage:
+    num_bins: int
+    min_rounds: int  # of the calibrate split, at every position
+    num_resamples: int  # of prompts, for the intervals
+
+
+@dataclass(frozen=True)
+class ProfileSpsStage:
+    """`batch_tokens`: verified in one step, anchors included; `num_requests`: drafted for in one step."""
+
+    engines: tuple[Literal["decoding", "vllm"], ...]
+    batch_tokens: tuple[int, ...]
+    num_requests: tuple[int, ...]
+    context_tokens: int
+    num_repeats: int
+    precision: Literal["bf16", "fp32"]
+    seed: int
+
+
+@dataclass(frozen=True)
+class ScheduleStage:
+    concurrencies: tuple[int, ...]
+    fixed_lengths: tuple[int, ...]
+    thresholds: tuple[float, ...]
+    num_steps: int
+    num_warmup_steps: int
+    lag_rounds: int  # age of the confidences that the asynchronous scheduler takes its budget from
+    seed: int
+
+
+@dataclass(frozen=True)
+class PublishStage:
+    name: str  # of the registered model
+
+
+@dataclass(frozen=True)
+class StageConfig:
+    prompts: PromptsStage
+    regenerate: RegenerateStage
+    cache_targets: CacheTargetsStage
+    train: TrainingConfig
+    evaluate: EvaluateStage
+    trace: TraceStage
+    calibrate: CalibrateStage
+    profile_sps: ProfileSpsStage
+    schedule: ScheduleStage
+    publish: PublishStage
+
+
+# --- where it runs --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """Where it runs: never part of a fingerprint."""
+
+    executor: Literal["local", "ray"]
+    address: str | None
+    root: str
+    tracker: Literal["mlflow", "none"]
+    tracking_uri: str | None
+    engine_workers: int
+    train_workers: int
+    cpus_per_worker: int
+    gpus_per_worker: int
+    train_engine: Literal["local", "deepspeed"]
+    zero_stage: Literal[0, 1, 2, 3]
+    micro_batch_sequences: int
+    max_attempts: int
+
+
+@dataclass(frozen=True)
+class Settings:
+    mode: Literal["run", "plan", "status"]
+    until: str | None
+    rebuild: tuple[str, ...]
+    target: TargetConfig
+    drafter: DFlashConfig | DSparkConfig
+    data: FileData | HubData
+    stage: StageConfig
+    cluster: ClusterConfig
+
+
+RECORDS = (
+    LocalSource, HubSource, RandomSource, SamplingConfig, TargetConfig, FileData, HubData, PromptsStage, RegenerateStage,
+    CacheTargetsStage, DecodingSetting, EvaluateStage, TraceStage, CalibrateStage, ProfileSpsStage, ScheduleStage, PublishStage,
+    StageConfig, ClusterConfig, Settings,
+)  # fmt: skip
