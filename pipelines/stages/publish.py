@@ -41,7 +41,7 @@ def run(config: PublishConfig, inputs: Mapping[str, Artifact], out: Storage, wor
         "schedule": json.loads(open_storage(inputs["schedule"].uri).read(ScheduleReport.REPORT)),
         "sps": profile,
     }
-    lineage = _lineage(config, inputs)
+    lineage = {**_lineage(config, inputs), "calibrated for": report["calibration"]["setting"]}
     card = model_card(drafter, config.target.name, fitted, sps, report["evaluation"], lineage)
     place = open_storage(f"{out.uri}/{Release.FOLDER}")
     if not place.exists(release.CHECKSUMS):

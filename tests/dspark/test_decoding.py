@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dspark.config import DFlashConfig, DSparkConfig
-from dspark.decoding import DecodingConfig, Request, decode
+from dspark.decoding import DecodingConfig, Request, decode, every_position
 from dspark.drafters import build_drafter
 from dspark.drafters.base import DraftSampling, TrainingBatch
 from dspark.sampling import distribution
@@ -285,3 +285,34 @@ def test_drafter_in_another_precision_than_its_target_decodes_the_same_greedy_te
         other = _drafter(tiny_target, target).to(dtype)
         assert _texts(_run(target, other, config)) == wanted
         assert all(len(c.token_ids) == 12 for c in _run(target, other, _config(max_new_tokens=12)).values())
+
+
+# --- a block at every position ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stop", [False, True], ids=["limit", "stop"])
+@pytest.mark.parametrize(("kind", "draft_ids"), [("dspark", REDUCED), ("dflash", None)], ids=["reduced", "dflash"])
+def test_blocks_at_every_position_are_the_rounds_that_decoding_makes_where_it_goes(tiny_target, target, kind, draft_ids, stop):
+    """Where decoding passes, the recorded block is its round; where it does not, decoding the prompt up to there makes it."""
+    drafter, config = _drafter(tiny_target, target, kind, draft_ids), _config("greedy", 0.0)
+    if stop:
+        text = _run(target, None, config)["request-0"].token_ids
+        config = dataclasses.replace(config, stop_ids=(text[9],))
+    for completion in _run(target, drafter, config).values():
+        prompt, text = completion.request.prompt_ids, completion.token_ids
+        found = every_position(target, drafter, completion)
+        assert [r.context_length_tokens for r in found] == [len(prompt) + i for i in range(len(text) - 1)]
+        assert all(r.proposed == min(K, len(text) - 1 - i) for i, r in enumerate(found))
+        for r in completion.rounds:
+            i = r.context_length_tokens - len(prompt)
+            if i >= len(found):
+                continue  # an anchor that is the text's last token, at the limit
+            assert found[i].draft_tokens == r.draft_tokens[: found[i].proposed]
+            assert found[i].confidence_logits == pytest.approx(r.confidence_logits[: found[i].proposed], abs=1e-9)
+            assert found[i].accepted == min(r.accepted, found[i].proposed)
+            assert found[i].ended_by_stop == r.ended_by_stop
+        i = len(found) // 2
+        from_there = Request("there", (*prompt, *text[:i]), "math", "made up")
+        first = _run(target, drafter, config, [from_there])["there"].rounds[0]
+        assert found[i].draft_tokens == first.draft_tokens[: found[i].proposed]
+        assert found[i].accepted == min(first.accepted, found[i].proposed)
