@@ -21,7 +21,7 @@ from torch import Tensor
 from dspark.drafters.base import DraftContext, DraftSampling
 from dspark.drafters.dflash import DFlash
 from dspark.rounds import Round
-from dspark.sampling import distribution, draw, verify
+from dspark.sampling import distribution, draw, residual, verify
 from dspark.target import KeyValueCache, TargetModel
 
 
@@ -107,7 +107,9 @@ class _Batch:
         uniform_BU = self._uniforms(2 * K + 1)
         tokens_BT, proposal = self.anchor_tokens_B[:, None], None
         if self.drafter is not None and self.context is not None:
-            proposal = self.drafter.propose(self.context, self.anchor_tokens_B, self.anchor_positions_B, sampling, uniform_BU[:, :K])
+            proposal = self.drafter.propose(
+                self.context, self.anchor_tokens_B, self.anchor_positions_B, sampling, lambda k, probs_BW: draw(probs_BW, uniform_BU[:, k])
+            )
             tokens_BT = torch.cat([tokens_BT, proposal.tokens_BK], dim=1)
         positions_BT = self.anchor_positions_B[:, None] + torch.arange(K + 1, device=self.device)
         states = self.target.forward(tokens_BT, positions_BT, self.cache)
@@ -214,54 +216,87 @@ def _stream(seed: int, request_id: str) -> torch.Generator:
 
 
 @torch.no_grad()
-def every_position(target: TargetModel, drafter: DFlash, completion: Completion) -> list[Round]:
-    """The block that the drafter drafts greedily at every anchor of a finished greedy text, and how much of it the text bears out.
+def every_position(target: TargetModel, drafter: DFlash, completion: Completion, config: DecodingConfig) -> list[Round]:
+    """A round at every anchor of a finished text, as decoding could have made it there on the way to this very text.
 
-    At temperature 0 the text is what the target says after any of its prefixes, so these are the rounds that decoding would
-    make from anchors which it never visits: what a replay needs after a truncated round. Blocks are cut at the text's end.
-    `target_probs` are known up to the first rejection, NaN behind it.
+    A replay needs them after a truncated round. Rejection sampling couples draft and text: given the accepted prefix and the
+    text's next token x, the drafted token is x and is accepted with probability min(1, p_d(x) / p_t(x)); else it is drawn from
+    max(0, p_d - p_t), and what follows it from p_d alone. At temperature 0 both are point masses: the block drafted there, as
+    far as the text bears it out. Blocks are cut at the text's end. `target_probs`: of accepted tokens and of the first
+    rejected one, NaN behind it.
     """
     prompt, text, K = completion.request.prompt_ids, completion.token_ids, drafter.config.block_size
-    sequence = [*prompt, *text]
-    anchors = list(range(len(prompt), len(sequence) - 1))
-    if not anchors:
+    num_anchors, sequence, device = len(text) - 1, [*prompt, *text], target.device
+    if num_anchors < 1:
         return []
-    device = target.device
     positions_BT = torch.arange(len(sequence) - 1, device=device)[None]
     states = target.forward(torch.tensor([sequence[:-1]], device=device), positions_BT, target.new_cache(1, len(sequence)))
+    target_probs_AV = distribution(
+        target.logits(states.final_BTD[0, len(prompt) :]), config.sampling.temperature
+    )  # of the token after each anchor
     context = drafter.new_context(1, len(sequence))
     drafter.extend_context(context, states.tapped_BTLD.to(drafter.fc.weight.dtype), positions_BT)
-    context.select(torch.zeros(len(anchors), dtype=torch.long, device=device))
-    anchor_tokens_A, anchors_A = torch.tensor(text[:-1], device=device), torch.tensor(anchors, device=device)
-    uniform_AK = torch.zeros(len(anchors), K, device=device)
-    proposal = drafter.propose(context, anchor_tokens_A, anchors_A, DraftSampling("greedy", 0.0), uniform_AK)
-    confidences = proposal.confidence_logits_BK.tolist() if proposal.confidence_logits_BK is not None else [[]] * len(anchors)
+    context.select(torch.zeros(num_anchors, dtype=torch.long, device=device))
+    index_A, text_A = torch.arange(num_anchors, device=device), torch.tensor(text, device=device)
+    proposed_A = (num_anchors - index_A).clamp_max(K)
+    generator = _stream(config.seed, f"every position of {completion.request.id}")
+    uniform_A2K = torch.rand(num_anchors, 2 * K, generator=generator).to(device)
+    ids_W, accepted_A, chosen_prob = drafter.draft_ids_W, torch.zeros_like(index_A), []
+
+    def choose(k: int, probs_AW: Tensor) -> Tensor:
+        """Extends `accepted_A` where the text's token is drafted and accepted; the drafted tokens."""
+        row_A = (index_A + k).clamp_max(num_anchors - 1)
+        is_open_A = (accepted_A == k) & (k < proposed_A)
+        label_A = text_A[row_A + 1]
+        label_index_A = torch.searchsorted(ids_W, label_A).clamp_max(len(ids_W) - 1)
+        draft_prob_A = probs_AW.gather(-1, label_index_A[:, None])[:, 0] * (ids_W[label_index_A] == label_A)
+        target_prob_A = target_probs_AV[row_A].gather(-1, label_A[:, None])[:, 0]
+        is_accepted_A = is_open_A & (uniform_A2K[:, k].to(draft_prob_A.dtype) * target_prob_A < draft_prob_A)
+        accepted_A.add_(is_accepted_A)
+        left_AW = residual(probs_AW, target_probs_AV[row_A][:, ids_W].to(probs_AW.dtype))
+        drawn_A = draw(torch.where((is_open_A & ~is_accepted_A)[:, None], left_AW, probs_AW), uniform_A2K[:, K + k])
+        found_A = torch.where(is_accepted_A, label_index_A, drawn_A)
+        probability_A = target_probs_AV[row_A].gather(-1, ids_W[found_A][:, None])[:, 0]
+        chosen_prob.append(torch.where(is_open_A, probability_A, torch.nan))
+        return found_A
+
+    anchors_A = len(prompt) + index_A
+    proposal = drafter.propose(context, text_A[:-1], anchors_A, config.sampling, choose)
+    draft_index_AK = torch.searchsorted(ids_W, proposal.tokens_BK)
+    draft_prob_AK = proposal.probs_BKW.gather(-1, draft_index_AK[..., None])[..., 0].tolist()
+    confidences = proposal.confidence_logits_BK.tolist() if proposal.confidence_logits_BK is not None else [[]] * num_anchors
+    columns = zip(
+        proposal.tokens_BK.tolist(),
+        draft_prob_AK,
+        torch.stack(chosen_prob, dim=1).tolist(),
+        confidences,
+        proposed_A.tolist(),
+        accepted_A.tolist(),
+        strict=True,
+    )
     rounds = []
-    for i, (drafted, logits) in enumerate(zip(proposal.tokens_BK.tolist(), confidences, strict=True)):
-        following = text[i + 1 :]
-        proposed = min(K, len(following))
-        accepted = next((k for k in range(proposed) if drafted[k] != following[k]), proposed)
-        is_end = accepted == len(following)
+    for i, (drafted, draft_probs, target_probs, logits, proposed, accepted) in enumerate(columns):
+        following = text[i + 1 + accepted : i + 2 + accepted]
         rounds.append(
             Round(
                 request_id=completion.request.id,
                 domain=completion.request.domain,
                 source=completion.request.source,
                 round_index=i,
-                temperature=0.0,
-                draft_mode="greedy",
-                variant="",
+                temperature=config.sampling.temperature,
+                draft_mode=config.sampling.mode,
+                variant=config.variant,
                 policy="every_position",
-                context_length_tokens=anchors[i],
+                context_length_tokens=len(prompt) + i,
                 anchor_token=text[i],
                 draft_tokens=tuple(drafted[:proposed]),
-                draft_probs=(1.0,) * proposed,
-                target_probs=(*(1.0,) * accepted, *(0.0,) * (accepted < proposed), *(float("nan"),) * (proposed - accepted - 1)),
+                draft_probs=tuple(draft_probs[:proposed]),
+                target_probs=tuple(target_probs[:proposed]),
                 confidence_logits=tuple(logits[:proposed]),
                 proposed=proposed,
                 accepted=accepted,
-                next_token=None if is_end else following[accepted],
-                ended_by_stop=is_end and completion.finish_reason == "stop",
+                next_token=following[0] if following else None,
+                ended_by_stop=not following and completion.finish_reason == "stop",
             )
         )
     return rounds

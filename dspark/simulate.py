@@ -1,9 +1,9 @@
 """Replay of recorded held-out texts under a verification policy and the step costs of a stack: throughput against concurrency (§5).
 
-A text was decoded greedily and a block was drafted at every one of its anchors p. The text is the target's own at temperature
-0, so a round at p that verifies l tokens accepts min(accepted, l) of them, emits one more and goes on at an anchor whose block
-is recorded, too: the replay is exact, whatever the policy verifies. At temperature > 0 the accepted tokens, hence what follows,
-depend on draws; it would need those of every policy coupled, which is not recorded, so such rounds are refused.
+Of a text that the target itself sampled, a round was recorded at every anchor p: the block drafted there and how many of its
+tokens the text accepts, drawn by the coupling of rejection sampling (`dspark.decoding.every_position`). So a round at p that
+verifies l tokens accepts min(accepted, l) of them, emits the text's next one and goes on at an anchor whose round is recorded,
+too: for a policy that does not look ahead the replay has the law of decoding, and at temperature 0 it is decoding.
 
     texts = texts_from_rounds(rounds, block_size, calibration.confidence)    # or calibration.sigmoid for raw confidences
     rows = sweep(texts, cost, concurrencies=(1, 4, 16), config)
@@ -74,7 +74,7 @@ class ReplayText:
 def texts_from_rounds(rounds: Sequence[Round], block_size: int, confidence: Callable[[np.ndarray], np.ndarray]) -> list[ReplayText]:
     """The texts of the rounds whose policy is "every_position", by request, in order of first appearance; others are left out.
 
-    confidence: logits [A, K] to probabilities, elementwise. ValueError when a text has holes or was not decoded greedily.
+    confidence: logits [A, K] to probabilities, elementwise. ValueError when a text has holes.
     """
     rounds_of: dict[str, list[Round]] = defaultdict(list)
     for r in rounds:
@@ -89,7 +89,6 @@ def _text(rows: Sequence[Round], block_size: int, confidence: Callable[[np.ndarr
     for i, r in enumerate(rows):
         num_proposed = min(block_size, len(rows) - i)
         for name, found, expected in (
-            ("temperature", r.temperature, 0.0),
             ("round_index", r.round_index, i),
             ("proposed", r.proposed, num_proposed),
             ("number of confidence_logits", len(r.confidence_logits), num_proposed),
@@ -97,8 +96,7 @@ def _text(rows: Sequence[Round], block_size: int, confidence: Callable[[np.ndarr
             if found != expected:
                 raise ValueError(
                     f"rounds of {r.request_id!r}: {name} {found} at anchor {i} must be {expected}, a replay needs one block of {block_size} at "
-                    "every anchor of a greedy text, cut at its end. Fix: pass all rounds of one drafter with a confidence head, traced at "
-                    "temperature 0"
+                    "every anchor of a text, cut at its end. Fix: pass all rounds of one drafter with a confidence head"
                 )
     confidence_AK = confidence(pad([r.confidence_logits for r in rows], block_size))
     is_proposed_AK = np.arange(block_size) < np.array([[r.proposed] for r in rows])

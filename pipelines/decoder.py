@@ -11,7 +11,7 @@ from pipelines.settings import DecodingSetting
 from pipelines.targets import local_folder
 
 if TYPE_CHECKING:
-    from dspark.decoding import Completion, Request
+    from dspark.decoding import Completion, DecodingConfig, Request
     from dspark.drafters.dflash import DFlash
     from dspark.storage import Storage
     from dspark.target import TransformersTarget
@@ -70,20 +70,24 @@ class Decoder:
                 requests.append(Request(f"{prompt['source']}/{prompt['id']}", tuple(ids), prompt["domain"], prompt["source"]))
         return requests, skipped
 
-    def decode(self, requests: "list[Request]", setting: DecodingSetting, precision: str, use_drafter: bool = True) -> "list[Completion]":
-        from dspark.decoding import DecodingConfig, decode
+    def config(self, setting: DecodingSetting) -> "DecodingConfig":
+        from dspark.decoding import DecodingConfig
         from dspark.drafters.base import DraftSampling
+
+        sampling, limits = DraftSampling(setting.draft_mode, setting.temperature), self._settings
+        return DecodingConfig(
+            sampling, limits.max_new_tokens, self.tokenizer.stop_ids, limits.batch_size, limits.seed, setting.ablation or ""
+        )
+
+    def decode(self, requests: "list[Request]", setting: DecodingSetting, precision: str, use_drafter: bool = True) -> "list[Completion]":
+        from dspark.decoding import decode
         from dspark.drafters.dspark import DSpark
 
         target, drafter = self.models(precision)
         if isinstance(drafter, DSpark):
             drafter.is_markov_ablated = setting.ablation == "no_markov"
-        sampling = DraftSampling(setting.draft_mode, setting.temperature)
-        limits = self._settings
-        config = DecodingConfig(
-            sampling, limits.max_new_tokens, self.tokenizer.stop_ids, limits.batch_size, limits.seed, setting.ablation or ""
-        )
-        return sorted(decode(target, drafter if use_drafter else None, requests, config), key=lambda completion: completion.request.id)
+        found = decode(target, drafter if use_drafter else None, requests, self.config(setting))
+        return sorted(found, key=lambda completion: completion.request.id)
 
 
 def put_rounds(out: "Storage", name: str, completions: "Sequence[Completion]") -> str:

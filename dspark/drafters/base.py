@@ -4,6 +4,7 @@ Shapes: B sequences or requests, T context tokens, L tapped layers, D width, A a
 heads, H head width, V target vocabulary, W draft vocabulary (W = V unless it is reduced).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -63,9 +64,13 @@ class DraftSampling:
     temperature: float
 
 
+# Position k and its draft distribution p_d [B, W] -> the drafted tokens as draft-vocabulary indices [B].
+Choose = Callable[[int, Tensor], Tensor]
+
+
 @dataclass
 class Proposal:
-    """A drafted block. `probs_BKW` is the very tensor that drew the tokens."""
+    """A drafted block. `probs_BKW` is the very tensor that the tokens were chosen from."""
 
     tokens_BK: Tensor  # target ids
     probs_BKW: Tensor
@@ -111,5 +116,5 @@ class Drafter(Protocol):
         ...
 
     def propose(
-        self, context: DraftContext, anchor_tokens_B: Tensor, anchor_positions_B: Tensor, sampling: DraftSampling, uniform_BK: Tensor
+        self, context: DraftContext, anchor_tokens_B: Tensor, anchor_positions_B: Tensor, sampling: DraftSampling, choose: Choose
     ) -> Proposal: ...

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from dspark.config import DrafterConfig, TargetShape
-from dspark.drafters.base import BlockOutput, DraftContext, DraftSampling, FrozenTables, Proposal, TrainingBatch
+from dspark.drafters.base import BlockOutput, Choose, DraftContext, DraftSampling, FrozenTables, Proposal, TrainingBatch
 from dspark.layers import DrafterLayer, RMSNorm, Rotation
-from dspark.sampling import distribution, draw
+from dspark.sampling import distribution
 
 INIT_STD = 0.02
 
@@ -97,9 +97,9 @@ class DFlash(nn.Module):
 
     @torch.no_grad()
     def propose(
-        self, context: DraftContext, anchor_tokens_B: Tensor, anchor_positions_B: Tensor, sampling: DraftSampling, uniform_BK: Tensor
+        self, context: DraftContext, anchor_tokens_B: Tensor, anchor_positions_B: Tensor, sampling: DraftSampling, choose: Choose
     ) -> Proposal:
-        """Drafts a block after each anchor: one parallel pass, then the sequential head token by token."""
+        """Drafts a block after each anchor: one parallel pass, then the sequential head token by token, as `choose` draws them."""
         S = int(anchor_positions_B.max())
         visible_BAT = (torch.arange(S, device=anchor_positions_B.device)[None] < anchor_positions_B[:, None])[:, None]
         window = [(k[:, :S], v[:, :S]) for k, v in zip(context.keys, context.values, strict=True)]
@@ -111,7 +111,7 @@ class DFlash(nn.Module):
             embedded = self._embed_previous(previous_B)
             probs.append(distribution(base_BKW[:, k] + self._bias(embedded), temperature))
             confidences.append(self._confidence(hidden_BKD[:, k], embedded))
-            previous_B = self.draft_ids_W[draw(probs[-1], uniform_BK[:, k])]
+            previous_B = self.draft_ids_W[choose(k, probs[-1])]
             tokens.append(previous_B)
         confidence = None if confidences[0] is None else torch.stack([c for c in confidences if c is not None], dim=1)
         return Proposal(torch.stack(tokens, dim=1), torch.stack(probs, dim=1), confidence)

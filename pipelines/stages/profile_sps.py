@@ -135,11 +135,10 @@ class Profiler:
             context = drafter.new_context(num_requests, context_tokens + K)
             anchors_B = torch.full((num_requests,), context_tokens, device=device)
             tokens_B = torch.full_like(anchors_B, int(drafter.draft_ids_W[0]))
-            uniform_BK = torch.full((num_requests, K), 0.5, device=device)
 
             @torch.no_grad()
             def step() -> None:
-                drafter.propose(context, tokens_B, anchors_B, sampling, uniform_BK)
+                drafter.propose(context, tokens_B, anchors_B, sampling, lambda _, probs_BW: probs_BW.argmax(-1))
                 synchronise()
 
             return step

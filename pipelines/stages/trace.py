@@ -2,7 +2,7 @@
 
 Calibration is fitted on the rounds of the calibrate split and reported on those of the test split. A truncated round goes on
 from an anchor that plain decoding never visits; so for the test prompts a block is also drafted at *every* position of the
-finished text (`dspark.decoding.every_position`, temperature 0 only), which lets the replay continue from anywhere.
+finished text (`dspark.decoding.every_position`), which lets the replay continue from anywhere.
 
 Units of work are chunks of a split's prompts; a unit counts once it has its receipt. Files: `rounds-<split>-0000.parquet`,
 `positions-test-0000.parquet` (schema: dspark/rounds.py).
@@ -79,7 +79,7 @@ def run(config: TraceConfig, inputs: Mapping[str, Artifact], out: Storage, work:
     metrics["positions_test"] = float(sum(receipts[u.rounds]["num_positions"] for u in units))
     metrics["prompts_skipped"] = float(sum(len(receipts[u.rounds]["skipped"]) for u in units))
     names = [f"{u.rounds}.parquet" for u in units]
-    names += [f"{u.positions}.parquet" for u in units if receipts[u.rounds]["num_positions"]]
+    names += [f"{u.positions}.parquet" for u in units if u.split == "test"]
     return Outcome(file_checksums(out, names), metrics)
 
 
@@ -105,10 +105,10 @@ class Tracer:
         put_rounds(self._out, f"{unit.rounds}.parquet", completions)
         receipt: dict[str, Any] = {"name": unit.rounds, "num_prompts": len(unit.prompts), "skipped": skipped, "num_positions": 0}
         receipt["num_rounds"] = sum(len(c.rounds) for c in completions)
-        if unit.split == "test" and setting.temperature == 0.0:
+        if unit.split == "test":
             target, drafter = self._decoder.models(self._settings.precision)
             for completion in completions:
-                completion.rounds = every_position(target, drafter, completion)
+                completion.rounds = every_position(target, drafter, completion, self._decoder.config(setting))
             put_rounds(self._out, f"{unit.positions}.parquet", completions)
             receipt["num_positions"] = sum(len(c.rounds) for c in completions)
         num_tokens = sum(len(c.token_ids) for c in completions)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 
 from dspark.config import DFlashConfig, DSparkConfig
@@ -300,7 +301,7 @@ def test_blocks_at_every_position_are_the_rounds_that_decoding_makes_where_it_go
         config = dataclasses.replace(config, stop_ids=(text[9],))
     for completion in _run(target, drafter, config).values():
         prompt, text = completion.request.prompt_ids, completion.token_ids
-        found = every_position(target, drafter, completion)
+        found = every_position(target, drafter, completion, config)
         assert [r.context_length_tokens for r in found] == [len(prompt) + i for i in range(len(text) - 1)]
         assert all(r.proposed == min(K, len(text) - 1 - i) for i, r in enumerate(found))
         for r in completion.rounds:
@@ -316,3 +317,28 @@ def test_blocks_at_every_position_are_the_rounds_that_decoding_makes_where_it_go
         first = _run(target, drafter, config, [from_there])["there"].rounds[0]
         assert found[i].draft_tokens == first.draft_tokens[: found[i].proposed]
         assert found[i].accepted == min(first.accepted, found[i].proposed)
+
+
+@pytest.mark.parametrize("mode", ["probabilistic", "greedy"])
+def test_blocks_at_every_position_of_sampled_texts_follow_the_law_of_decoding(tiny_target, target, mode):
+    """At temperature 1, over texts of many requests with one prompt: what is recorded at the first anchor has the distribution of
+    the round that decoding made there, in its drafted tokens and in how many were accepted."""
+    drafter = _drafter(tiny_target, target, "dspark", REDUCED)
+    requests = [Request(f"one of many {i}", (3, 14, 15), "math", "made up") for i in range(800)]
+    config = _config(mode, 1.0, max_new_tokens=K + 2, batch_size=400)
+    counts = {"accepted": ([], []), "first": ([], []), "second": ([], [])}
+    for completion in _run(target, drafter, config, requests).values():
+        recorded, made = every_position(target, drafter, completion, config)[0], completion.rounds[0]
+        assert recorded.anchor_token == made.anchor_token
+        assert completion.token_ids[1 : 1 + recorded.accepted] == list(recorded.draft_tokens[: recorded.accepted])
+        for column, r in enumerate((made, recorded)):
+            counts["accepted"][column].append(r.accepted)
+            counts["first"][column].append(r.draft_tokens[0])
+            counts["second"][column].append(r.draft_tokens[1])
+    for name, (made, recorded) in counts.items():
+        common = [value for value, number in Counter(made + recorded).items() if number >= 20]
+        table = [[column.count(value) for value in common] for column in (made, recorded)]
+        table = np.array([[*row, len(made) - sum(row)] for row in table])
+        table = table[:, table.sum(0) > 0]
+        assert table.shape[1] > 1
+        assert scipy.stats.chi2_contingency(table).pvalue > 1e-3, name

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dspark.blocks import attention_mask
 from dspark.drafters.base import DraftSampling, TrainingBatch
 from dspark.drafters.dflash import INIT_STD
-from dspark.sampling import distribution
+from dspark.sampling import distribution, draw
 from tests import oracles
 from tests.dspark import tiny
 
@@ -98,9 +98,13 @@ def _context(drafter, tapped, pieces):
     return context
 
 
+def _draws(uniform_BK):
+    return lambda k, probs_BW: draw(probs_BW, uniform_BK[:, k])
+
+
 def _propose(drafter, context, batch, anchors, mode, temperature):
     uniform = torch.rand(len(anchors), K, generator=torch.Generator().manual_seed(4))
-    return drafter.propose(context, batch.previous_BAK[:, 0, 0], torch.tensor(anchors), DraftSampling(mode, temperature), uniform)
+    return drafter.propose(context, batch.previous_BAK[:, 0, 0], torch.tensor(anchors), DraftSampling(mode, temperature), _draws(uniform))
 
 
 @pytest.mark.parametrize("mode", ["probabilistic", "greedy"])
@@ -143,7 +147,9 @@ def test_proposal_after_selecting_requests_equals_theirs_before():
     context = _context(drafter, batch.tapped_BTLD, [10])
     whole = _propose(drafter, context, batch, anchors, "greedy", 1.0)
     context.select(torch.tensor([2, 0]))
-    some = drafter.propose(context, batch.previous_BAK[[2, 0], 0, 0], torch.tensor([1, 3]), DraftSampling("greedy", 1.0), torch.zeros(2, K))
+    some = drafter.propose(
+        context, batch.previous_BAK[[2, 0], 0, 0], torch.tensor([1, 3]), DraftSampling("greedy", 1.0), _draws(torch.zeros(2, K))
+    )
     assert torch.equal(some.tokens_BK, whole.tokens_BK[[2, 0]])
     assert torch.allclose(some.confidence_logits_BK, whole.confidence_logits_BK[[2, 0]], atol=1e-12)
 

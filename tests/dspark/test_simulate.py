@@ -223,11 +223,10 @@ def test_texts_of_rounds_are_ordered_cut_and_calibrated(temperatures):
         ([ROUNDS[0], ROUNDS[2]], "round_index 1 at anchor 0 must be 0"),
         (ROUNDS[1:], "proposed 2 at anchor 1 must be 1"),
         ([*ROUNDS, ROUNDS[0]], "proposed 1 at anchor 2 must be 2"),
-        ([dataclasses.replace(r, temperature=0.7) for r in ROUNDS], r"temperature 0\.7 at anchor 0 must be 0"),
         ([dataclasses.replace(r, confidence_logits=()) for r in ROUNDS], "number of confidence_logits 0 at anchor 0 must be 2"),
     ],
 )
-def test_texts_of_rounds_that_are_no_whole_greedy_text_are_refused(rounds, message):
+def test_texts_of_rounds_that_are_no_whole_text_are_refused(rounds, message):
     with pytest.raises(ValueError, match=f"{message}.*Fix"):
         texts_from_rounds(rounds, 2, sigmoid)
 

@@ -1,4 +1,4 @@
-"""The whole trunk on a random tiny target: in one process, and on real Ray, vLLM, DeepSpeed and MLflow."""
+"""The whole pipeline on a random tiny target: in one process, and on real Ray, vLLM, DeepSpeed and MLflow."""
 
 import json
 import os
@@ -101,6 +101,8 @@ def test_trunk_plan_reruns_exactly_what_depends_on_a_change(finished: Path, over
     assert {step for step, verdict in verdicts(output).items() if verdict == "run"} == expected
     if override.startswith("stage."):
         assert f"{override.split('=')[0]}:" in output
+    if override.startswith("cluster.cpus"):
+        assert re.search(r"stack\.num_threads: \d+ -> 1", output)
 
 
 def test_trunk_rebuild_makes_new_responses_and_everything_after_them(finished: Path) -> None:
