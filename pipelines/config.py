@@ -200,13 +200,53 @@ def _check(settings: Settings) -> None:
     ):
         is_ascending = list(sizes) == sorted(set(sizes)) and bool(sizes) and sizes[0] >= 1
         require(is_ascending, path, list(sizes), "must be ascending, distinct and at least 1", f"{path}=[1,8,64,512]")
-    most = max(stage.schedule.concurrencies)
+    most, reaches_schedule = (
+        max(stage.schedule.concurrencies),
+        settings.until is None or STEPS.index(settings.until) >= STEPS.index("schedule"),
+    )
+    needed = most * (drafter.block_size + 1)
     require(
-        max(stage.profile_sps.batch_tokens) >= most * (drafter.block_size + 1) and max(stage.profile_sps.num_requests) >= most,
+        not (isinstance(drafter, DSparkConfig) and reaches_schedule)
+        or (max(stage.profile_sps.batch_tokens) >= needed and max(stage.profile_sps.num_requests) >= most),
         "stage.schedule.concurrencies",
         list(stage.schedule.concurrencies),
-        "a step beyond the largest one that profile_sps measures would look free",
-        "larger stage.profile_sps.batch_tokens and num_requests, or fewer requests at once",
+        f"{most} requests with blocks of {drafter.block_size} need steps of {needed} tokens measured, beyond the largest one a token looks free",
+        f"stage.profile_sps.batch_tokens up to {needed} and num_requests up to {most}, or fewer requests at once",
+    )
+    require(
+        "decoding" in stage.profile_sps.engines,
+        "stage.profile_sps.engines",
+        list(stage.profile_sps.engines),
+        "the schedule's replay needs the engine whose drafting is timed",
+        "stage.profile_sps.engines=[decoding]",
+    )
+    for path, number, least in (
+        ("stage.trace.batch_size", stage.trace.batch_size, 1),
+        ("stage.trace.setting.temperature", stage.trace.setting.temperature, 0),
+        ("stage.calibrate.num_bins", stage.calibrate.num_bins, 1),
+        ("stage.calibrate.num_resamples", stage.calibrate.num_resamples, 1),
+        ("stage.profile_sps.num_repeats", stage.profile_sps.num_repeats, 1),
+        ("stage.profile_sps.context_tokens", stage.profile_sps.context_tokens, 1),
+        ("stage.schedule.num_steps", stage.schedule.num_steps, 1),
+        ("stage.schedule.num_warmup_steps", stage.schedule.num_warmup_steps, 0),
+        ("stage.schedule.lag_rounds", stage.schedule.lag_rounds, 1),
+        ("stage.schedule.fixed_lengths", min(stage.schedule.fixed_lengths, default=0), 0),
+    ):
+        require(number >= least, path, number, f"must be at least {least}", f"{path}={least}")
+    is_probability = all(0.0 <= minimum <= 1.0 for minimum in stage.schedule.thresholds)
+    require(
+        is_probability,
+        "stage.schedule.thresholds",
+        list(stage.schedule.thresholds),
+        "must be from 0 to 1",
+        "stage.schedule.thresholds=[0.5]",
+    )
+    require(
+        stage.trace.setting.ablation is None,
+        "stage.trace.setting.ablation",
+        stage.trace.setting.ablation,
+        "the release is served whole, so it is calibrated whole",
+        "stage.trace.setting.ablation=null",
     )
     sampling = settings.target.sampling
     is_plain = sampling.top_p == 1.0 and sampling.top_k == 0

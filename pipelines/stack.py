@@ -16,6 +16,7 @@ class Stack:
     """`num_threads`: of one worker. `packages`: version of each engine package that is installed."""
 
     device: str
+    has_gpu: bool
     num_threads: int
     packages: Mapping[str, str]
 
@@ -23,7 +24,7 @@ class Stack:
 def probe(num_cpus: int, num_gpus: int) -> Stack:
     """This machine's; on a cluster its workers are taken to be like the driver's machine. `num_cpus` 0: all of them."""
     packages = {name: metadata.version(name) for name in ENGINE_PACKAGES if any(metadata.distributions(name=name))}
-    return Stack(_gpu() if num_gpus else _cpu(), num_cpus or len(os.sched_getaffinity(0)), packages)
+    return Stack(_gpu() if num_gpus else _cpu(), num_gpus > 0, num_cpus or len(os.sched_getaffinity(0)), packages)
 
 
 def _cpu() -> str:

@@ -1,7 +1,8 @@
 """The one door to DeepSpeed: a `TrainEngine` that shards optimiser, gradients or parameters (ZeRO 0-3).
 
 It must give the numbers of `dspark.training.LocalEngine`: the loss arrives already divided by the global denominators, so
-DeepSpeed's own averaging over ranks and micro-batches is undone; the learning rate is set by the loop before each step.
+DeepSpeed's own averaging over ranks and micro-batches is undone; the learning rate is set by the loop before each step. In
+bf16 it does so loosely: DeepSpeed keeps gradients and Muon's momentum in bf16, the local engine its momentum in fp32.
 """
 
 import math
@@ -73,7 +74,7 @@ class DeepSpeedEngine:
                 "gradient_accumulation_steps": num_micro_batches,
                 "gradient_clipping": config.clip_norm or 0.0,
                 "bf16": {"enabled": config.precision == "bf16"},
-                "zero_optimization": {"stage": zero_stage},
+                "zero_optimization": {"stage": zero_stage, **({"reduce_scatter": False} if self._has_muon and zero_stage == 3 else {})},
                 "zero_allow_untested_optimizer": True,
                 "steps_per_print": 10**9,
             },

@@ -67,8 +67,9 @@ class MlflowTracker:
             self._experiment_id = self._experiment()
             name = time.strftime("%Y-%m-%d %H:%M:%S")
             self._parent_id = self._client.create_run(self._experiment_id, run_name=name).info.run_id
-            self._client.log_text(self._parent_id, json.dumps(config, indent=1, default=str), "config.json")
-            self._log_params(self._parent_id, config)
+            text = _masked(json.dumps(config, indent=1, default=str))
+            self._client.log_text(self._parent_id, text, "config.json")
+            self._log_params(self._parent_id, json.loads(text))
 
     def hit(self, step: Step, record: Mapping[str, Any]) -> None:
         with self._warn(f"the hit of {step.name}"):
@@ -108,8 +109,10 @@ class MlflowTracker:
             self._client.log_text(run_id, json.dumps(record, indent=1), RECORD)
             for name in outcome.figures:
                 self._log_file(run_id, storage, name)
-            if outcome.registered_model:
+        if outcome.registered_model:
+            with self._warn(f"the model version of {outcome.registered_model}"):
                 self._register(outcome.registered_model, storage.uri, run_id, record["fingerprint"])
+        with self._warn("the end of a step"):
             self._client.set_terminated(run_id, "FINISHED")
 
     def _register(self, name: str, source: str, run_id: str, fingerprint: str) -> None:

@@ -133,11 +133,11 @@ class Capture:
 class Prefiller:
     """Engine steps of exactly so many tokens, to be timed: prompts prefilled together, one token sampled for each."""
 
-    def __init__(self, folder: Path, prompt_tokens: int, batch_tokens: int) -> None:
+    def __init__(self, folder: Path, precision: str, prompt_tokens: int, batch_tokens: int) -> None:
         self._prompt_tokens = prompt_tokens
         self._engine = vllm.LLM(
             str(folder),
-            dtype="bfloat16",
+            dtype="bfloat16" if precision == "bf16" else "float32",
             enforce_eager=not _HAS_GPU,
             enable_prefix_caching=False,
             max_num_batched_tokens=max(batch_tokens, prompt_tokens + 1),

@@ -14,6 +14,7 @@ from dspark.rounds import Round
 from dspark.storage import Storage
 from pipelines.artifacts import Calibration
 from pipelines.dag import Artifact, Outcome, file_checksums
+from pipelines.figures import png
 from pipelines.flow import CalibrateConfig
 from pipelines.runner import Progress, Work
 from pipelines.stages.trace import read_rounds
@@ -93,8 +94,6 @@ def _headline(report: Mapping[str, Any], quality: Mapping[str, Any]) -> dict[str
 
 def _figure(quality: Mapping[str, Any], temperatures: Sequence[float]) -> bytes:
     """One column a position: predicted survival against the share that survived, before and after, and the counts below."""
-    import io
-
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(2.3 * len(temperatures) + 0.6, 4.2), layout="constrained")
@@ -117,6 +116,4 @@ def _figure(quality: Mapping[str, Any], temperatures: Sequence[float]) -> bytes:
             ax.grid(alpha=0.3)
     axes[0][0].set_ylabel("share that survived")
     axes[1][0].set_ylabel("rounds")
-    sink = io.BytesIO()
-    figure.savefig(sink, format="png", dpi=110, metadata={"Software": None})
-    return sink.getvalue()
+    return png(figure)

@@ -20,6 +20,7 @@ from pipelines.artifacts import EvalReport, PromptSet
 from pipelines.backends.object_store import open_storage
 from pipelines.dag import Artifact, Outcome, file_checksums
 from pipelines.decoder import Decoder, DecoderSettings, put_rounds
+from pipelines.figures import png
 from pipelines.flow import EvaluateConfig
 from pipelines.runner import Progress, Work
 from pipelines.settings import DecodingSetting
@@ -188,8 +189,6 @@ def _headline(report: Mapping[str, Any]) -> dict[str, float]:
 
 def _figure(report: Mapping[str, Any]) -> bytes:
     """Conditional acceptance and prefix survival by position, one line a setting and domain."""
-    import io
-
     from matplotlib.figure import Figure
 
     rows = [(name, sources["test"]) for name, sources in report["settings"].items() if "test" in sources]
@@ -205,6 +204,4 @@ def _figure(report: Mapping[str, Any]) -> bytes:
             ax.set(title=f"{name}: {key.replace('_', ' ')}", ylim=(0, 1), xlabel="position k", xticks=positions)
             ax.grid(alpha=0.3)
         axes[0].legend(fontsize=8)
-    sink = io.BytesIO()
-    figure.savefig(sink, format="png", dpi=110, metadata={"Software": None})
-    return sink.getvalue()
+    return png(figure)

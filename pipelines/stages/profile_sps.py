@@ -3,7 +3,8 @@
 Repeated in random order after one warm-up of each, medians taken. A step of exactly B verified tokens is made
 
     decoding   by a forward over B / n requests of n tokens each (n <= K + 1 the largest that divides B) behind
-               `context_tokens` cached ones, with logits and rejection test; drafting is timed apart, by number of requests
+               `context_tokens` cached ones, with logits, rejection test and the drafter's context; drafting (greedy) is timed
+               apart, by number of requests. Left out: the bookkeeping of rounds on the host
     vllm       by prefilling prompts of B tokens in all, in one engine step, one token sampled for each; no drafting, and a
                prompt's own tokens as context
 
@@ -13,6 +14,7 @@ timings are no durations is refused (`SpsTable.from_timings`). Valid for the sta
 
 import json
 import random
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from pipelines.artifacts import SpsProfile
 from pipelines.backends.object_store import open_storage
 from pipelines.dag import Artifact, Outcome, file_checksums
 from pipelines.decoder import Decoder, DecoderSettings
+from pipelines.figures import png
 from pipelines.flow import ProfileSpsConfig
 from pipelines.runner import Progress, Work
 from pipelines.targets import local_folder
@@ -59,8 +62,9 @@ def run(config: ProfileSpsConfig, inputs: Mapping[str, Artifact], out: Storage, 
             rows = [t for t in timings if t["engine"] == engine and t["part"] == part]
             if rows:
                 sizes, seconds = [t[axis] for t in rows], [t["seconds"] for t in rows]
-                table = SpsTable.from_timings(sizes, [0.0] * len(rows), seconds)
-                parts[part] = {axis: table.batch_tokens, "seconds": table.verify_seconds}
+                parts[part] = {axis: sorted(set(sizes)), "seconds": _medians(sizes, seconds)}
+                if part == "verify":  # drafting may well take as long for any number of requests
+                    SpsTable.from_timings(sizes, [0.0] * len(rows), seconds)
         profile[engine] = parts
     stack = config.stack
     record = {
@@ -84,7 +88,16 @@ class Profiler:
     """One engine on one worker, alone on its device."""
 
     def __init__(self, settings: Settings) -> None:
+        import torch
+
         self._settings, self._stage = settings, settings.config.profile_sps
+        stack = settings.config.stack
+        if torch.cuda.is_available() != stack.has_gpu:
+            word = "has no GPU" if stack.has_gpu else "has a GPU"
+            raise ValueError(
+                f"cluster.gpus_per_worker: {int(stack.has_gpu)}, but the worker {word}. Fix: cluster.gpus_per_worker={1 - stack.has_gpu}"
+            )
+        torch.set_num_threads(stack.num_threads)  # what the plan says is what is measured
 
     def __call__(self, engine: str) -> list[dict[str, Any]]:
         steps = self._decoding_steps() if engine == "decoding" else self._vllm_steps()
@@ -117,7 +130,10 @@ class Profiler:
 
         def verification(batch_tokens: int) -> Callable[[], None]:
             num_requests, width = _shape(batch_tokens, K)
-            cache = target.new_cache(num_requests, context_tokens + width)
+            cache, context = (
+                target.new_cache(num_requests, context_tokens + width),
+                drafter.new_context(num_requests, context_tokens + width),
+            )
             tokens_BT = torch.full((num_requests, width), int(drafter.draft_ids_W[0]), device=device)
             positions_BT = context_tokens + torch.arange(width, device=device).expand(num_requests, -1)
             probs_BKW = torch.ones(num_requests, width - 1, len(drafter.draft_ids_W), device=device)
@@ -127,6 +143,7 @@ class Profiler:
                 states = target.forward(tokens_BT, positions_BT, cache)
                 probs_BLV = distribution(target.logits(states.final_BTD), 0.0)
                 verify(tokens_BT[:, 1:], probs_BKW, drafter.draft_ids_W, probs_BLV, uniform_BL)
+                drafter.extend_context(context, states.tapped_BTLD.to(drafter.fc.weight.dtype), positions_BT)
                 synchronise()
 
             return step
@@ -151,7 +168,7 @@ class Profiler:
     def _vllm_steps(self) -> list[tuple[dict[str, Any], Callable[[], Any]]]:
         from pipelines.backends.vllm import Prefiller
 
-        engine = Prefiller(local_folder(self._settings.target_uri), PROMPT_TOKENS, max(self._stage.batch_tokens))
+        engine = Prefiller(local_folder(self._settings.target_uri), self._stage.precision, PROMPT_TOKENS, max(self._stage.batch_tokens))
         return [({"part": "verify", "batch_tokens": size}, partial(engine.step, size)) for size in self._stage.batch_tokens]
 
 
@@ -161,13 +178,15 @@ def _shape(batch_tokens: int, block_size: int) -> tuple[int, int]:
     return batch_tokens // width, width
 
 
+def _medians(sizes: Sequence[int], seconds: Sequence[float]) -> list[float]:
+    return [statistics.median(s for n, s in zip(sizes, seconds, strict=True) if n == size) for size in sorted(set(sizes))]
+
+
 def read_profile(artifact: Artifact) -> dict[str, Any]:
     return json.loads(open_storage(artifact.uri).read(SpsProfile.SPS))
 
 
 def _figure(timings: Sequence[Mapping[str, Any]], profile: Mapping[str, Any]) -> bytes:
-    import io
-
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3.6), layout="constrained")
@@ -180,6 +199,4 @@ def _figure(timings: Sequence[Mapping[str, Any]], profile: Mapping[str, Any]) ->
         ax.set(xscale="log", yscale="log", xlabel=axis.replace("_", " "), ylabel="ms", title=f"{part} part of a step")
         ax.grid(alpha=0.3)
         ax.legend()
-    sink = io.BytesIO()
-    figure.savefig(sink, format="png", dpi=110, metadata={"Software": None})
-    return sink.getvalue()
+    return png(figure)

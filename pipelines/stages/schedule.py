@@ -15,6 +15,7 @@ from dspark.storage import Storage
 from pipelines.artifacts import Calibration, ScheduleReport
 from pipelines.backends.object_store import open_storage
 from pipelines.dag import Artifact, Outcome, file_checksums
+from pipelines.figures import png
 from pipelines.flow import ScheduleConfig
 from pipelines.runner import Progress, Work
 from pipelines.stages.profile_sps import read_profile
@@ -30,10 +31,6 @@ def run(config: ScheduleConfig, inputs: Mapping[str, Artifact], out: Storage, wo
     stage = config.schedule
     fitted = calibration.Calibration.from_json(open_storage(inputs["calibration"].uri).read(Calibration.CALIBRATION), config.block_size)
     profile = read_profile(inputs["profile"])
-    if ENGINE not in profile["engines"]:
-        raise ValueError(
-            f"stage.profile_sps.engines: {sorted(profile['engines'])} must hold {ENGINE!r}, whose drafting is timed, too. Fix: add it"
-        )
     verify, draft = profile["engines"][ENGINE]["verify"], profile["engines"][ENGINE]["draft"]
     cost = simulate.StepCost(tuple(draft["num_requests"]), tuple(draft["seconds"]), tuple(verify["batch_tokens"]), tuple(verify["seconds"]))
     rounds = read_rounds(inputs["rounds"], "positions", "test")
@@ -90,8 +87,14 @@ def _shown(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any
     return {name: sorted(members, key=lambda row: row["num_requests"]) for name, members in lines.items()}
 
 
+_SCHEDULERS = {"scheduler": ("black", "-"), "scheduler (raw)": ("black", ":"), "scheduler_async": ("tab:red", "-")}
+
+
 def _style(name: str) -> dict[str, Any]:
-    return {"linewidth": 2.2} if name.startswith("scheduler") else {"linewidth": 1.0, "linestyle": "--"}
+    if name not in _SCHEDULERS:
+        return {"linewidth": 1.0, "linestyle": "--"}
+    colour, line = _SCHEDULERS[name]
+    return {"linewidth": 2.2, "color": colour, "linestyle": line, "zorder": 3}
 
 
 def _figure_throughput(lines: Mapping[str, Sequence[Mapping[str, Any]]]) -> bytes:
@@ -106,7 +109,7 @@ def _figure_throughput(lines: Mapping[str, Sequence[Mapping[str, Any]]]) -> byte
         ax.set_xscale("log", base=2)
         ax.grid(alpha=0.3)
     figure.axes[0].legend(fontsize=7)
-    return _png(figure)
+    return png(figure)
 
 
 def _figure_pareto(lines: Mapping[str, Sequence[Mapping[str, Any]]]) -> bytes:
@@ -120,12 +123,4 @@ def _figure_pareto(lines: Mapping[str, Sequence[Mapping[str, Any]]]) -> bytes:
     ax.set(xlabel="tokens/s of one user", ylabel="tokens/s in all", title="each point a concurrency", xscale="log")
     ax.legend(fontsize=7)
     ax.grid(alpha=0.3)
-    return _png(figure)
-
-
-def _png(figure: Any) -> bytes:
-    import io
-
-    sink = io.BytesIO()
-    figure.savefig(sink, format="png", dpi=110, metadata={"Software": None})
-    return sink.getvalue()
+    return png(figure)

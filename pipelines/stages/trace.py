@@ -75,6 +75,13 @@ def run(config: TraceConfig, inputs: Mapping[str, Artifact], out: Storage, work:
         receipts[receipt["name"]] = receipt
         done += receipt["num_prompts"]
         work.report(Progress(done, total, "prompts", {"traced_tokens_per_second": receipt["tokens_per_second"]}))
+    for split in SPLITS:
+        if not any(receipts[u.rounds]["num_rounds"] for u in units if u.split == split):
+            skipped = sum(len(receipts[u.rounds]["skipped"]) for u in units if u.split == split)
+            raise ValueError(
+                f"stage.trace.max_new_tokens: {stage.max_new_tokens}: no round on the {split} prompts, {skipped} of them too long for "
+                f"target.max_length_tokens {config.max_length_tokens}. Fix: a smaller stage.trace.max_new_tokens, or other prompts"
+            )
     metrics = {f"rounds_{split}": float(sum(receipts[u.rounds]["num_rounds"] for u in units if u.split == split)) for split in SPLITS}
     metrics["positions_test"] = float(sum(receipts[u.rounds]["num_positions"] for u in units))
     metrics["prompts_skipped"] = float(sum(len(receipts[u.rounds]["skipped"]) for u in units))

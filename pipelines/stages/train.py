@@ -18,6 +18,7 @@ from dspark.storage import Storage
 from pipelines import artifacts
 from pipelines.backends.object_store import open_storage
 from pipelines.dag import Artifact, Outcome, file_checksums
+from pipelines.figures import png
 from pipelines.flow import TrainConfig
 from pipelines.runner import Progress, Report, Work
 from pipelines.stages.cache_targets import cache_identity
@@ -114,8 +115,6 @@ def train_worker(settings: Settings, make_engine: "EngineFactory", report: Repor
 
 
 def _figure(curves: list[dict[str, float]]) -> bytes:
-    import io
-
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3.6), layout="constrained")
@@ -130,6 +129,4 @@ def _figure(curves: list[dict[str, float]]) -> bytes:
     for axes in (left, right):
         axes.legend()
         axes.grid(alpha=0.3)
-    sink = io.BytesIO()
-    figure.savefig(sink, format="png", dpi=110, metadata={"Software": None})
-    return sink.getvalue()
+    return png(figure)

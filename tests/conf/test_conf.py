@@ -9,6 +9,7 @@ import pytest
 from pipelines import flow, targets
 from pipelines.config import PROJECT_ROOT, compose
 from pipelines.dag import fingerprint
+from pipelines.settings import STEPS
 
 CONF = PROJECT_ROOT / "conf"
 EXPERIMENTS = sorted(p.stem for p in (CONF / "experiment").glob("*.yaml") if p.stem != "paper_recipe")
@@ -27,8 +28,9 @@ def known_identity(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_experiment_composes_and_wires_every_step(experiment: str) -> None:
     settings, _ = compose([f"experiment={experiment}"])
     steps = flow.build(settings)
-    assert [step.name for step in steps] == ["prompts", "regenerate", "cache_targets", "train", "evaluate"]
-    assert len({fingerprint(step) for step in steps}) == 5
+    names = tuple(step.name for step in steps)
+    assert names == (STEPS[:-1] if experiment == "paper_gemma4_12b" else STEPS)
+    assert len({fingerprint(step) for step in steps}) == len(steps)
 
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
@@ -44,6 +46,12 @@ def test_choice_of_a_group_composes(group: str, choice: str) -> None:
         (["stage.train.lr=fast"], ["stage.train.lr", "'fast'", "number"]),
         (["stage.train.clip_norm=1.0"], ["stage.train.clip_norm: 1.0", "Muon", "stage.train.muon_lr=null"]),
         (["stage.train.muon_lr=0"], ["stage.train.muon_lr", "above 0"]),
+        (["stage.trace.setting.temperature=-1"], ["stage.trace.setting.temperature: -1", "at least 0"]),
+        (["stage.trace.setting.ablation=no_markov"], ["stage.trace.setting.ablation", "null"]),
+        (["stage.profile_sps.engines=[vllm]"], ["stage.profile_sps.engines", "decoding"]),
+        (["stage.profile_sps.batch_tokens=[8,4]"], ["stage.profile_sps.batch_tokens: [8, 4]", "ascending"]),
+        (["stage.schedule.thresholds=[1.5]"], ["stage.schedule.thresholds", "0 to 1"]),
+        (["drafter.block_size=15"], ["stage.schedule.concurrencies", "4096", "stage.profile_sps.batch_tokens"]),
         (["stage.train.num_steps=1.5"], ["stage.train.num_steps", "1.5"]),
         (["target=llama9"], ["target", "'llama9'", "smollm2_135m"]),
         (["experiment=tinny"], ["experiment", "tiny"]),
@@ -72,16 +80,16 @@ def test_fingerprint_changes_with_identity_and_not_with_execution() -> None:
         return {step.name: fingerprint(step) for step in flow.build(compose(list(overrides))[0])}
 
     base = fingerprints()
-    moved = fingerprints(
-        "cluster=gpu", "cluster.root=s3://bucket/x", "cluster.train_workers=4", "cluster.zero_stage=3", "cluster.micro_batch_sequences=2"
-    )
+    moved = fingerprints("cluster.root=s3://bucket/x", "cluster.train_workers=4", "cluster.zero_stage=3", "cluster.micro_batch_sequences=2")
     assert moved == base
+    moved = fingerprints("cluster=gpu")  # only the measurement of a stack, and what is made of it
+    assert {name for name in base if moved[name] != base[name]} == {"profile_sps", "schedule", "publish"}
     changed = fingerprints("stage.train.lr=2e-4")
-    assert {name for name in base if changed[name] != base[name]} == {"train", "evaluate"}
+    assert {name for name in base if changed[name] != base[name]} == set(STEPS[3:])
     changed = fingerprints("stage.evaluate.max_new_tokens=64")
-    assert {name for name in base if changed[name] != base[name]} == {"evaluate"}
+    assert {name for name in base if changed[name] != base[name]} == {"evaluate", "publish"}
     changed = fingerprints("target.tapped_layers=[2,8,14]")
-    assert {name for name in base if changed[name] != base[name]} == {"cache_targets", "train", "evaluate"}
+    assert {name for name in base if changed[name] != base[name]} == set(STEPS[2:])
 
 
 def test_plan_imports_no_heavy_library() -> None:

@@ -12,6 +12,7 @@ from dspark.training import LocalEngine, TrainingData, TrainState, train
 from tests.dspark import tiny
 
 ADAMW = dataclasses.replace(tiny.TRAINING, precision="fp32", num_steps=6, checkpoint_every_steps=4)
+BF16_MUON = dataclasses.replace(ADAMW, muon_lr=0.02, clip_norm=None, precision="bf16")
 MUON = dataclasses.replace(ADAMW, muon_lr=0.02, clip_norm=None)
 
 
@@ -60,8 +61,8 @@ def _rank(rank: int, world_size: int, folder: str, config, zero_stage: int) -> N
 
 @pytest.mark.parametrize(
     ("config", "world_size", "zero_stage"),
-    [(ADAMW, 1, 1), (MUON, 1, 1), (MUON, 2, 1), (MUON, 2, 2)],
-    ids=["adamw", "muon", "muon-2", "muon-2-zero2"],
+    [(ADAMW, 1, 1), (MUON, 1, 1), (MUON, 2, 1), (MUON, 2, 2), (MUON, 1, 3), (BF16_MUON, 1, 1)],
+    ids=["adamw", "muon", "muon-2", "muon-2-zero2", "muon-zero3", "muon-bf16"],
 )
 def test_sharded_engine_gives_the_numbers_of_the_local_one(tmp_path, config, world_size, zero_stage):
     torch.multiprocessing.spawn(_rank, (world_size, str(tmp_path), config, zero_stage), nprocs=world_size)
@@ -76,7 +77,7 @@ def test_sharded_engine_gives_the_numbers_of_the_local_one(tmp_path, config, wor
     local = train(drafter, _data(tmp_path / "local"), config, make_engine, 1, LocalStorage(str(tmp_path / "out")), lambda metrics: None)
     wanted = engines[0].weights()
     # Newton-Schulz runs in bf16, in another order of operations: a part in a hundred of each step.
-    close = 1e-5 if config.muon_lr is None else 0.03
+    close = 1e-5 if config.muon_lr is None else 0.03 if config.precision == "fp32" else 0.15
     for name, start in before.items():
         moved = (wanted[name] - start).norm()
         assert float((weights[name] - wanted[name]).norm() / moved) < close, name
