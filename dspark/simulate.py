@@ -1,7 +1,7 @@
 """Replay of recorded held-out texts under a verification policy and the step costs of a stack: throughput against concurrency (§5).
 
 Of a text that the target itself sampled, a round was recorded at every anchor p: the block drafted there and how many of its
-tokens the text accepts, drawn by the coupling of rejection sampling (`dspark.decoding.every_position`). So a round at p that
+tokens the text accepts, drawn by the coupling of rejection sampling (`dspark.trace.every_position`). So a round at p that
 verifies l tokens accepts min(accepted, l) of them, emits the text's next one and goes on at an anchor whose round is recorded,
 too: for a policy that does not look ahead the replay has the law of decoding, and at temperature 0 it is decoding. One
 liberty: blocks end with their text, so nothing is verified behind a stop token that decoding could not know yet.

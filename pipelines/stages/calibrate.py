@@ -78,12 +78,16 @@ def run(config: CalibrateConfig, inputs: Mapping[str, Artifact], out: Storage, w
 
 
 def _headline(report: Mapping[str, Any], quality: Mapping[str, Any]) -> dict[str, float]:
-    metrics = {}
+    """Means over positions, before and after, with the interval of their change; ECE and temperature of each position."""
+    metrics: dict[str, float] = {}
     for measure in MEASURES:
         for when, positions in quality.items():
             values = [q[measure] for q in positions if q[measure] is not None]
             if values:
                 metrics[f"{measure}_{when}"] = sum(values) / len(values)
+        change = report["change"][measure]["mean"]
+        metrics |= {f"{measure}_change_{end}": change[end] for end in ("low", "high") if change[end] is not None}
+    metrics["temperatures_at_the_end_of_the_grid"] = float(len(report["positions_at_the_end_of_the_grid"]))
     for k, temperature in enumerate(report["temperatures"], 1):
         metrics[f"temperature_{k}"] = temperature
         for when, positions in quality.items():

@@ -2,7 +2,7 @@
 
 Calibration is fitted on the rounds of the calibrate split and reported on those of the test split. A truncated round goes on
 from an anchor that plain decoding never visits; so for the test prompts a block is also drafted at *every* position of the
-finished text (`dspark.decoding.every_position`), which lets the replay continue from anywhere.
+finished text (`dspark.trace.every_position`), which lets the replay continue from anywhere.
 
 Units of work are chunks of a split's prompts; a unit counts once it has its receipt. Files: `rounds-<split>-0000.parquet`,
 `positions-test-0000.parquet` (schema: dspark/rounds.py).
@@ -104,7 +104,7 @@ class Tracer:
         self._settings, self._decoder, self._out = settings, Decoder(settings.decoder), open_storage(settings.out_uri)
 
     def __call__(self, unit: Unit) -> dict[str, Any]:
-        from dspark.decoding import every_position
+        from dspark.trace import every_position
 
         started, setting = time.monotonic(), self._settings.setting
         requests, skipped = self._decoder.requests(unit.prompts)

@@ -14,11 +14,12 @@ import scipy.stats
 import torch
 
 from dspark.config import DFlashConfig, DSparkConfig
-from dspark.decoding import DecodingConfig, Request, decode, every_position
+from dspark.decoding import DecodingConfig, Request, decode
 from dspark.drafters import build_drafter
 from dspark.drafters.base import DraftSampling, TrainingBatch
 from dspark.sampling import distribution
 from dspark.target import TransformersTarget, load_head
+from dspark.trace import every_position
 from tests import oracles
 
 TAPPED, K, V = (0, 1), 4, 64
