@@ -5,6 +5,7 @@ DeepSpeed's own averaging over ranks and micro-batches is undone; the learning r
 bf16 it does so loosely: DeepSpeed keeps gradients and Muon's momentum in bf16, the local engine its momentum in fp32.
 """
 
+import importlib
 import math
 import os
 from collections.abc import Callable
@@ -16,7 +17,6 @@ from torch import Tensor
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
 import deepspeed
-import deepspeed.comm.torch
 
 from dspark.config import TrainingConfig
 from dspark.drafters.base import BlockOutput, TrainingBatch
@@ -59,7 +59,8 @@ class DeepSpeedEngine:
 
     def __init__(self, drafter: DFlash, config: TrainingConfig, num_micro_batches: int, zero_stage: int) -> None:
         # DeepSpeed would compile a shared-memory operator (a minute, and a compiler) that training does not use.
-        deepspeed.comm.torch.build_shm_op = lambda: None
+        # `deepspeed.comm.torch` as an attribute is torch itself, so the module is asked for by name.
+        setattr(importlib.import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None)  # noqa: B010
         deepspeed.init_distributed(dist_backend=torch.distributed.get_backend())
         self.rank, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self._scale, self._zero_stage = float(self.world_size * num_micro_batches), zero_stage

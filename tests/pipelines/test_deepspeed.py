@@ -57,7 +57,7 @@ def _rank(rank: int, world_size: int, folder: str, config, zero_stage: int) -> N
     if rank == 0:
         torch.save([(s.curves, s.best_weights) for s in (whole, resumed)], f"{folder}/out.pt")
     torch.distributed.barrier()
-    os._exit(0)  # threads of gloo may abort an ordinary exit once the other rank has gone
+    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,10 @@ def test_sharded_engine_gives_the_numbers_of_the_local_one(tmp_path, config, wor
     before = {name: p.detach().float().clone() for name, p in drafter.named_parameters()}
     local = train(drafter, _data(tmp_path / "local"), config, make_engine, 1, LocalStorage(str(tmp_path / "out")), lambda metrics: None)
     wanted = engines[0].weights()
-    # Newton-Schulz runs in bf16, in another order of operations: a part in a hundred of each step. In bf16 the weights
-    # themselves are rounded to a sixth of what a norm moves in these few steps.
+    # Newton-Schulz runs in bf16, in another order of operations: a part in a hundred of each step. bf16 weights are rounded to
+    # more than what a norm moves in these few steps, so of those only the matrices are compared.
+    if config.precision == "bf16":
+        before = {name: start for name, start in before.items() if name in drafter.hidden_matrices()}
     close = 1e-5 if config.muon_lr is None else 0.03 if config.precision == "fp32" else 0.25
     for name, start in before.items():
         moved = (wanted[name] - start).norm()
