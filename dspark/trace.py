@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dspark.decoding import Completion, DecodingConfig, stream
+from dspark.drafters.base import DraftContext
 from dspark.drafters.dflash import DFlash
 from dspark.rounds import Round
 from dspark.sampling import distribution, draw, residual
@@ -34,6 +35,8 @@ def every_position(target: TargetModel, drafter: DFlash, completion: Completion,
         return []
     positions_BT = torch.arange(len(sequence) - 1, device=device)[None]
     states = target.forward(torch.tensor([sequence[:-1]], device=device), positions_BT, target.new_cache(1, len(sequence)))
+    whole = drafter.new_context(1, len(sequence))
+    drafter.extend_context(whole, states.tapped_BTLD.to(drafter.fc.weight.dtype), positions_BT)
     text_T = torch.tensor(text, device=device)
     generator = stream(config.seed, f"every position of {completion.request.id}")
     uniform_A2K = torch.rand(num_anchors, 2 * K, generator=generator).to(device)
@@ -45,8 +48,7 @@ def every_position(target: TargetModel, drafter: DFlash, completion: Completion,
         coupled = _Coupled(
             text_T, index_A, drafter.draft_ids_W, distribution(target.logits(final_RD), config.sampling.temperature), uniform_A2K
         )
-        context = drafter.new_context(1, len(sequence))
-        drafter.extend_context(context, states.tapped_BTLD.to(drafter.fc.weight.dtype), positions_BT)
+        context = DraftContext(whole.keys, whole.values)
         context.select(torch.zeros(len(index_A), dtype=torch.long, device=device))
         proposal = drafter.propose(context, text_T[index_A], len(prompt) + index_A, config.sampling, coupled.choose)
         draft_prob_AK, target_prob_AK = (torch.stack(column, dim=1).tolist() for column in (coupled.draft_probs, coupled.target_probs))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipelines.artifacts import Drafter
 from pipelines.backends.object_store import open_storage
-from pipelines.settings import DecodingSetting
+from pipelines.settings import DecodingSetting, EvaluateStage, TraceStage
 from pipelines.targets import local_folder
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dspark.drafters.dflash import DFlash
     from dspark.storage import Storage
     from dspark.target import TransformersTarget
+    from pipelines.flow import EvaluateConfig, TraceConfig
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,13 @@ class DecoderSettings:
     max_new_tokens: int
     batch_size: int
     seed: int
+
+    @classmethod
+    def of(
+        cls, config: "EvaluateConfig | TraceConfig", stage: EvaluateStage | TraceStage, target_uri: str, drafter_uri: str
+    ) -> "DecoderSettings":
+        limits = config.max_length_tokens, stage.max_new_tokens, stage.batch_size, stage.seed
+        return cls(target_uri, drafter_uri, config.target.weights, *limits)
 
 
 class Decoder:

@@ -72,15 +72,7 @@ def run(config: EvaluateConfig, inputs: Mapping[str, Artifact], out: Storage, wo
     total, done = sum(len(u.prompts) for u in units), sum(len(u.prompts) for u in units if u.name in receipts)
     work.report(Progress(done, total, "prompts"))
     stage = config.evaluate
-    decoder = DecoderSettings(
-        work.resources.target_uri,
-        inputs["drafter"].uri,
-        config.target.weights,
-        config.max_length_tokens,
-        stage.max_new_tokens,
-        stage.batch_size,
-        stage.seed,
-    )
+    decoder = DecoderSettings.of(config, stage, work.resources.target_uri, inputs["drafter"].uri)
     settings = Settings(decoder, stage.precision, out.uri)
     for receipt in work.map("pipelines.stages.evaluate:Evaluator", settings, [u for u in units if u.name not in receipts]):
         receipts[receipt["name"]] = receipt

@@ -61,15 +61,7 @@ def run(config: TraceConfig, inputs: Mapping[str, Artifact], out: Storage, work:
     receipts = {u.rounds: json.loads(out.read(f"{u.rounds}.json")) for u in units if out.exists(f"{u.rounds}.json")}
     total, done = sum(len(u.prompts) for u in units), sum(len(u.prompts) for u in units if u.rounds in receipts)
     work.report(Progress(done, total, "prompts"))
-    decoder = DecoderSettings(
-        work.resources.target_uri,
-        inputs["drafter"].uri,
-        config.target.weights,
-        config.max_length_tokens,
-        stage.max_new_tokens,
-        stage.batch_size,
-        stage.seed,
-    )
+    decoder = DecoderSettings.of(config, stage, work.resources.target_uri, inputs["drafter"].uri)
     settings = Settings(decoder, stage.setting, stage.precision, out.uri)
     for receipt in work.map("pipelines.stages.trace:Tracer", settings, [u for u in units if u.rounds not in receipts]):
         receipts[receipt["name"]] = receipt
