@@ -81,7 +81,7 @@ def test_sharded_engine_gives_the_numbers_of_the_local_one(tmp_path, config, wor
     # more than what a norm moves in these few steps, so of those only the matrices are compared.
     if config.precision == "bf16":
         before = {name: start for name, start in before.items() if name in drafter.hidden_matrices()}
-    close = 1e-5 if config.muon_lr is None else 0.03 if config.precision == "fp32" else 0.25
+    close = 1e-5 if config.muon_lr is None else 0.03 if config.precision == "fp32" else 0.15
     for name, start in before.items():
         moved = (wanted[name] - start).norm()
         assert float((weights[name] - wanted[name]).norm() / moved) < close, name
