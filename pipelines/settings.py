@@ -60,8 +60,11 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class TargetConfig:
+    """`width`: of its hidden states, so that a plan can say how large a cache will be without reading the model."""
+
     name: str
     source: LocalSource | HubSource | RandomSource
+    width: int
     tapped_layers: tuple[int, ...]
     mask_token_id: int
     sampling: SamplingConfig
@@ -111,7 +114,22 @@ class RegenerateStage:
 
 @dataclass(frozen=True)
 class CacheTargetsStage:
+    """What is stored, and (never part of a fingerprint) how and where to: `mode` and everything after it.
+
+    `dtype` fp8 is lossy (dspark/states.py). `logits` topk stores the target's `num_top_logits` best logits instead of its
+    final state. `stream` keeps nothing: states pass through `window_bytes` while training reads them.
+    """
+
     engine: Literal["vllm", "transformers"]
+    dtype: Literal["bf16", "fp8"]
+    logits: Literal["final", "topk"]
+    num_top_logits: int
+    mode: Literal["store", "stream"]
+    compression: Literal["none", "zstd"]
+    max_bytes: int | None
+    window_bytes: int
+    assumed_prompt_tokens: int  # mean of a row, for a plan that has nothing to measure yet
+    assumed_response_tokens: int
 
 
 @dataclass(frozen=True)
