@@ -55,6 +55,8 @@ class TrainingConfig:
     num_anchors: int
     precision: Literal["bf16", "fp32", "fp64"]  # bf16: compute in bf16, master weights in fp32
     seed: int
+    window_shards: int  # rows are shuffled among those of so many shards
+    row_uses: int  # a window is gone through so often before the next one
     select_every_steps: int
     checkpoint_every_steps: int
     loss: LossConfig

@@ -52,6 +52,10 @@ class TargetHead:
     tables: FrozenTables
     norm_weight_D: Tensor
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.norm_weight_D.dtype
+
     def normalise(self, hidden: Tensor) -> Tensor:
         """The target's final norm, for engines that return the state before it."""
         return rms_norm(hidden, self.norm_weight_D, self.shape.norm_epsilon, self.shape.norm_weight_offset)
@@ -63,6 +67,12 @@ class TargetHead:
 def _soft_capped(logits: Tensor, cap: float | None) -> Tensor:
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def fast_dtype() -> torch.dtype:
+    """bf16 where the processor has instructions for it; elsewhere they are emulated, several times slower than fp32."""
+    has_bf16 = torch.cuda.is_available() or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if has_bf16 else torch.float32
 
 
 def read_shape(folder: Path) -> TargetShape:

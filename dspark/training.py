@@ -11,7 +11,7 @@ micro-batch's loss is its numerators over those sums, and the engine adds gradie
 import json
 import math
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,9 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dspark.cache import CacheReader
 from dspark.config import TrainingConfig
-from dspark.data import build_batch, rows_of_step
+from dspark.data import Ahead, RowDraw, RowOrder, RowSource, build_batch
 from dspark.drafters.base import BlockOutput, TrainingBatch
 from dspark.drafters.dflash import DFlash
 from dspark.losses import block_losses, loss_weights, total_loss
@@ -130,12 +129,21 @@ class LocalEngine:
 
 @dataclass
 class TrainingData:
-    """A cache and the row numbers to train on and to select by."""
+    """Where the rows to train on and to select by come from, and the order of the former."""
 
-    cache: CacheReader
-    train_rows: Sequence[int]
-    select_rows: Sequence[int]
+    order: RowOrder
+    train: RowSource
+    select: RowSource
+    num_select: int
     block_size: int
+
+
+@dataclass
+class Prepared:
+    """This rank's micro-batches of one step, read ahead."""
+
+    batches: list[TrainingBatch]
+    row_ids: list[str]
 
 
 @dataclass
@@ -179,8 +187,17 @@ def train(
     engine = make_engine(drafter, config, num_micro)
     checkpoints = _Checkpoints(storage, engine)
     state = checkpoints.load() or TrainState()
-    while state.step < config.num_steps:
-        metrics = _step(engine, drafter, data, config, num_micro, state.step)
+
+    def prepare(step: int) -> Prepared:
+        draws = data.order.draws(step, config.batch_sequences)[engine.rank :: engine.world_size]
+        rows = [(row, draw.anchor_seed) for row, draw in zip(data.train.read(draws), draws, strict=True)]
+        size = len(rows) // num_micro
+        batches = [build_batch(rows[i : i + size], config.num_anchors, data.block_size) for i in range(0, len(rows), size)]
+        data.train.used((step + 1) * config.batch_sequences)
+        return Prepared(batches, [row.row_id for row, _ in rows])
+
+    for prepared in Ahead(prepare, state.step, config.num_steps):
+        metrics = _step(engine, drafter, data.block_size, config, prepared, state.step)
         state.step += 1
         if state.step % config.select_every_steps == 0 or state.step == config.num_steps:
             selected = _select(engine, drafter, data, config, per_rank // num_micro)
@@ -195,14 +212,9 @@ def train(
     return state
 
 
-def _step(engine: TrainEngine, drafter: DFlash, data: TrainingData, config: TrainingConfig, num_micro: int, step: int) -> dict[str, float]:
+def _step(engine: TrainEngine, drafter: DFlash, block_size: int, config: TrainingConfig, prepared: Prepared, step: int) -> dict[str, float]:
     dtype = DTYPES[config.precision]
-    draws = rows_of_step(step, len(data.train_rows), config.batch_sequences, config.seed)[engine.rank :: engine.world_size]
-    size = len(draws) // num_micro
-    batches = []
-    for start in range(0, len(draws), size):
-        rows = [(data.cache[data.train_rows[d.row]], d.anchor_seed) for d in draws[start : start + size]]
-        batches.append(build_batch(rows, config.num_anchors, data.block_size).to(engine.device, dtype))
+    batches = [batch.to(engine.device, dtype) for batch in prepared.batches]
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     weights = [loss_weights(batch, drafter.draft_ids_W, config.loss, wide) for batch in batches]
     sum_weights, sum_weights_ce = engine.all_sum(torch.stack([torch.stack([w.sum, w.sum_ce]) for w in weights]).sum(0))
@@ -220,9 +232,8 @@ def _step(engine: TrainEngine, drafter: DFlash, data: TrainingData, config: Trai
     ce, tv, confidence = (float(n / d) if d > 0 else 0.0 for n, d in zip(totals[:3], denominators, strict=True))
     loss = config.loss.alpha_ce * ce + config.loss.alpha_tv * tv + config.loss.alpha_confidence * confidence
     if not math.isfinite(loss) or not math.isfinite(grad_norm or 0.0):
-        names = [data.cache[data.train_rows[d.row]].row_id for d in draws]
         raise ValueError(
-            f"training step {step + 1}: loss {loss}, gradient norm {grad_norm}; rows {names}. Fix: lower stage.train.lr, or inspect these rows"
+            f"training step {step + 1}: loss {loss}, gradient norm {grad_norm}; rows {prepared.row_ids}. Fix: lower stage.train.lr, or inspect these rows"
         )
     metrics = {
         "loss": loss,
@@ -233,7 +244,7 @@ def _step(engine: TrainEngine, drafter: DFlash, data: TrainingData, config: Trai
     }
     if grad_norm is not None:
         metrics["grad_norm"] = grad_norm
-    return metrics | _acceptance(totals[3:], data.block_size, "train")
+    return metrics | _acceptance(totals[3:], block_size, "train")
 
 
 def _acceptance(totals: Tensor, block_size: int, split: str) -> dict[str, float]:
@@ -250,13 +261,14 @@ def _select(engine: TrainEngine, drafter: DFlash, data: TrainingData, config: Tr
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     totals = torch.zeros(2 + 2 * data.block_size, dtype=wide, device=engine.device)
     size = micro_size * engine.world_size  # a rank's memory is sized for micro-batches
-    for start in range(0, len(data.select_rows), size):
-        numbers = data.select_rows[start : start + size]
-        mine = numbers[engine.rank :: engine.world_size] or numbers[:1]
-        batch = build_batch([(data.cache[n], (SELECT_SEED, n)) for n in mine], config.num_anchors, data.block_size).to(engine.device, dtype)
+    for start in range(0, data.num_select, size):
+        draws = [RowDraw(n, n, (SELECT_SEED, n)) for n in range(start, min(start + size, data.num_select))]
+        mine = draws[engine.rank :: engine.world_size] or draws[:1]
+        rows = [(row, draw.anchor_seed) for row, draw in zip(data.select.read(mine), mine, strict=True)]
+        batch = build_batch(rows, config.num_anchors, data.block_size).to(engine.device, dtype)
         weight = loss_weights(batch, drafter.draft_ids_W, config.loss, wide)
         sums = block_losses(engine.forward(batch), drafter.target_log_probs(batch), weight, batch.valid_BAK)
-        if numbers[engine.rank :: engine.world_size]:
+        if draws[engine.rank :: engine.world_size]:
             totals += torch.cat([torch.stack([sums.accepted_length_sum, sums.block_count]), sums.accept_sum_K, sums.accept_count_K])
     return _acceptance(engine.all_sum(totals), data.block_size, "select")
 

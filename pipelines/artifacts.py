@@ -30,9 +30,10 @@ class Corpus(Artifact):
 
 @dataclass(frozen=True)
 class TargetCache(Artifact):
-    """The target's hidden states: Arrow IPC shards with a receipt each and `manifest.json`, written last."""
+    """The target's hidden states: Arrow IPC shards with a receipt each, `dropped.jsonl`, and `manifest.json`, written last."""
 
     noun: ClassVar[str] = "TargetCache"
+    DROPPED: ClassVar[str] = "dropped.jsonl"
 
 
 @dataclass(frozen=True)

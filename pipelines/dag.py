@@ -64,6 +64,7 @@ class Resources:
     train_engine: str = "local"
     zero_stage: int = 0
     micro_batch_sequences: int = 1
+    cache: Any = None  # stage.cache_targets: how the target cache is stored or streamed
     files: Mapping[str, str] = field(default_factory=dict)  # name -> uri of input files, hashed by content
 
 

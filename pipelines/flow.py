@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from dspark.config import DFlashConfig, DSparkConfig, TrainingConfig
 from pipelines import artifacts, targets
@@ -22,7 +23,6 @@ from pipelines.config import PROJECT_ROOT
 from pipelines.dag import Resources, Step
 from pipelines.settings import (
     STEPS,
-    CacheTargetsStage,
     CalibrateStage,
     EvaluateStage,
     FileData,
@@ -63,10 +63,21 @@ class RegenerateConfig:
 
 
 @dataclass(frozen=True)
+class CacheContent:
+    """The part of stage.cache_targets that decides what is stored; the rest says how, and stays in the resources."""
+
+    engine: str
+    dtype: Literal["bf16", "fp8"]
+    logits: Literal["final", "topk"]
+    num_top_logits: int  # 0 with final
+
+
+@dataclass(frozen=True)
 class CacheTargetsConfig:
-    cache_targets: CacheTargetsStage
+    cache_targets: CacheContent
     target: TargetIdentity
     tapped_layers: tuple[int, ...]
+    width: int
     mask_token_id: int
 
 
@@ -75,6 +86,7 @@ class TrainConfig:
     train: TrainingConfig
     target: TargetIdentity
     tapped_layers: tuple[int, ...]
+    width: int
     mask_token_id: int
     drafter: DFlashConfig | DSparkConfig
 
@@ -166,22 +178,24 @@ def build(settings: Settings) -> list[Step]:
         target.name,
         engines,
     )
+    cached = stage.cache_targets
+    content = CacheContent(cached.engine, cached.dtype, cached.logits, cached.num_top_logits if cached.logits == "topk" else 0)
     cache_targets = Step(
         "cache_targets",
-        1,
+        2,
         "pipelines.stages.cache_targets:run",
-        CacheTargetsConfig(stage.cache_targets, identity, target.tapped_layers, target.mask_token_id),
+        CacheTargetsConfig(content, identity, target.tapped_layers, target.width, target.mask_token_id),
         {"corpus": regenerate},
         artifacts.TargetCache,
         target.name,
-        engines,
+        replace(engines, cache=stage.cache_targets),
     )
     train = Step(
         "train",
         1,
         "pipelines.stages.train:run",
-        TrainConfig(stage.train, identity, target.tapped_layers, target.mask_token_id, settings.drafter),
-        {"cache": cache_targets},
+        TrainConfig(stage.train, identity, target.tapped_layers, target.width, target.mask_token_id, settings.drafter),
+        {"corpus": regenerate, "cache": cache_targets},
         artifacts.Drafter,
         drafter_name,
         gang,

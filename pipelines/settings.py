@@ -240,7 +240,7 @@ class ClusterConfig:
 
 @dataclass(frozen=True)
 class Settings:
-    mode: Literal["run", "plan", "status"]
+    mode: Literal["run", "plan", "status", "verify"]
     until: str | None
     rebuild: tuple[str, ...]
     target: TargetConfig

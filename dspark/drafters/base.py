@@ -1,7 +1,7 @@
 """What every drafter is: its records and the interface that training and decoding use.
 
 Shapes: B sequences or requests, T context tokens, L tapped layers, D width, A anchors, K block positions, G key/value
-heads, H head width, V target vocabulary, W draft vocabulary (W = V unless it is reduced).
+heads, H head width, V target vocabulary, W draft vocabulary (W = V unless it is reduced), C best logits kept.
 """
 
 from collections.abc import Callable
@@ -31,8 +31,11 @@ class TrainingBatch:
     previous_BAK: Tensor  # ground-truth x_{k-1}, the anchor token for row 0 (teacher forcing); 0 on rows that do not count
     label_BAK: Tensor  # target ids; -1 on rows that do not count
     valid_BAK: Tensor  # bool
-    final_BAKD: Tensor  # the target's post-final-norm state that predicts the label
     log_sum_exp_BAK: Tensor  # of the target's logits over its whole vocabulary, fp32
+    # What predicts the label: the target's state after its final norm, or its C best logits (-inf on padding) with their ids.
+    final_BAKD: Tensor | None
+    top_ids_BAKC: Tensor | None = None
+    top_logits_BAKC: Tensor | None = None
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "TrainingBatch":
         """Moves everything to a device, hidden states to the compute dtype."""
@@ -43,8 +46,10 @@ class TrainingBatch:
             self.previous_BAK.to(device),
             self.label_BAK.to(device),
             self.valid_BAK.to(device),
-            self.final_BAKD.to(device, dtype),
             self.log_sum_exp_BAK.to(device, wide),
+            None if self.final_BAKD is None else self.final_BAKD.to(device, dtype),
+            None if self.top_ids_BAKC is None else self.top_ids_BAKC.to(device),
+            None if self.top_logits_BAKC is None else self.top_logits_BAKC.to(device, wide),
         )
 
 

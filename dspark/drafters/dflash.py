@@ -79,7 +79,16 @@ class DFlash(nn.Module):
 
     def target_log_probs(self, batch: TrainingBatch) -> Tensor:
         with torch.no_grad():
-            return self._logits(batch.final_BAKD) - batch.log_sum_exp_BAK[..., None]
+            if batch.final_BAKD is not None:
+                return self._logits(batch.final_BAKD) - batch.log_sum_exp_BAK[..., None]
+            assert batch.top_ids_BAKC is not None
+            assert batch.top_logits_BAKC is not None
+            # Ids outside the draft vocabulary go to a place of their own, which is cut off.
+            index = torch.searchsorted(self.draft_ids_W, batch.top_ids_BAKC).clamp_max(len(self.draft_ids_W) - 1)
+            index = index.where(self.draft_ids_W[index] == batch.top_ids_BAKC, len(self.draft_ids_W))
+            log_probs = batch.top_logits_BAKC - batch.log_sum_exp_BAK[..., None]
+            whole = log_probs.new_full((*index.shape[:-1], len(self.draft_ids_W) + 1), -torch.inf)
+            return whole.scatter_(-1, index, log_probs)[..., :-1]
 
     # --- decoding -----------------------------------------------------------------------------------------------------
 

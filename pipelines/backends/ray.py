@@ -11,7 +11,8 @@ import queue
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +26,10 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 import ray
 
 from pipelines.dag import Resources, Step
-from pipelines.runner import Progress, Report, resolve
+from pipelines.runner import Failed, Progress, Report, resolve
 
 POLL_SECONDS = 0.5
+_END = object()
 
 
 class RayExecutor:
@@ -64,38 +66,48 @@ class RayWork:
         }
         return num_cpus, {"num_cpus": num_cpus, "num_gpus": self.resources.num_gpus, "runtime_env": {"env_vars": env}}
 
-    def map(self, worker: str, settings: Any, items: Sequence[Any]) -> Iterator[Any]:
-        if not items:
-            return
-        waiting = [(item, 1) for item in items]
-        idle: list[Any] = []
-        running: dict[Any, tuple[Any, Any, int]] = {}
-        _, options = self._claim()
+    def map(self, worker: str, settings: Any, items: Iterable[Any], keep_failed: bool = False) -> Iterator[Any]:
+        source, has_more = iter(items), True
+        again: list[tuple[Any, int]] = []
+        idle: list[_Started] = []
+        running: dict[Any, tuple[_Started, Any, int]] = {}
+        options: dict[str, Any] | None = None
         try:
-            while waiting or running:
-                while waiting and len(running) < self.resources.num_workers:
-                    actor = idle.pop() if idle else _start(_Worker, options, worker, settings)
-                    item, attempt = waiting.pop(0)
-                    running[actor.run.remote(item)] = (actor, item, attempt)
-                done, _ = ray.wait(list(running), num_returns=1)
-                actor, item, attempt = running.pop(done[0])
-                try:
-                    result = ray.get(done[0])
-                except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
-                    # The engine inside may be dead although its actor lives: always end it.
-                    ray.kill(actor)
-                    cause = getattr(error, "cause", None)
-                    if isinstance(cause, ValueError) or attempt >= self.resources.max_attempts:
-                        raise (
-                            cause if isinstance(cause, ValueError) else RuntimeError(f"{worker} failed {attempt} times, last: {error}")
-                        ) from error
-                    waiting.insert(0, (item, attempt + 1))  # at once: an engine that cannot start must not try with every item
-                else:
-                    idle.append(actor)
-                    yield result
+            while has_more or again or running:
+                while len(running) < self.resources.num_workers and (again or has_more):
+                    item, attempt = again.pop(0) if again else (next(source, _END), 1)
+                    if item is None or item is _END:
+                        has_more = item is None
+                        break
+                    options = options or self._claim()[1]
+                    place = idle.pop() if idle else _Started(_start(_Worker, options, worker, settings))
+                    running[place.actor.run.remote(item)] = (place, item, attempt)
+                if not running:
+                    time.sleep(POLL_SECONDS if has_more else 0.0)
+                    continue
+                done, _ = ray.wait(list(running), num_returns=1, timeout=POLL_SECONDS if has_more else None)
+                for reference in done:
+                    place, item, attempt = running.pop(reference)
+                    try:
+                        result = ray.get(reference)
+                    except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
+                        # The engine inside may be dead although its actor lives: always end it.
+                        ray.kill(place.actor)
+                        cause = getattr(error, "cause", None)
+                        if isinstance(cause, ValueError):
+                            raise cause from error
+                        if attempt < self.resources.max_attempts:
+                            again.insert(0, (item, attempt + 1))  # at once: an engine that cannot start must not try with every item
+                        elif keep_failed and place.is_built():
+                            yield Failed(item, str(error))
+                        else:
+                            raise RuntimeError(f"{worker} failed {attempt} times, last: {error}") from error
+                    else:
+                        idle.append(place)
+                        yield result
         finally:
-            for actor in [*idle, *(entry[0] for entry in running.values())]:
-                ray.kill(actor)
+            for place in [*idle, *(entry[0] for entry in running.values())]:
+                ray.kill(place.actor)
 
     def gang(self, function: str, settings: Any) -> Any:
         from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -159,11 +171,28 @@ def _start(kind: type, options: dict[str, Any], *arguments: Any) -> Any:
     return ray.remote(kind).options(**options).remote(*arguments)
 
 
+class _Started:
+    """An actor, and whether its worker could be built: one that could not has not failed because of its item."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor, self._built = actor, actor.is_built.remote()
+
+    def is_built(self) -> bool:
+        done, _ = ray.wait([self._built], timeout=0)
+        try:
+            return bool(done) and ray.get(self._built)
+        except ray.exceptions.RayError:
+            return False
+
+
 class _Worker:
     """An actor around one worker object."""
 
     def __init__(self, worker: str, settings: Any) -> None:
         self._run = resolve(worker)(settings)
+
+    def is_built(self) -> bool:
+        return True
 
     def run(self, item: Any) -> Any:
         return self._run(item)

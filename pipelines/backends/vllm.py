@@ -14,7 +14,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -38,16 +38,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 )
 from vllm.inputs import TokensPrompt  # noqa: E402
 
+from dspark.target import fast_dtype  # noqa: E402
+
 if TYPE_CHECKING:
     from dspark.target import TargetHead
     from pipelines.settings import SamplingConfig
+
+ENGINE_DTYPE: Literal["bfloat16", "float32"] = "bfloat16" if fast_dtype() == torch.bfloat16 else "float32"
 
 CAPTURE_SEQUENCES = 16  # sequences prefilled together; their states wait in the engine's cache
 BATCH_TOKENS = 4096
 
 
 def version() -> str:
-    return f"vllm {vllm.__version__}"
+    return f"vllm {vllm.__version__} {ENGINE_DTYPE}"
 
 
 class Generator:
@@ -57,6 +61,7 @@ class Generator:
         self.version = version()
         self._engine = vllm.LLM(
             str(folder),
+            dtype=ENGINE_DTYPE,
             max_model_len=max_length_tokens,
             seed=seed,
             enforce_eager=not _HAS_GPU,
@@ -84,17 +89,18 @@ class Capture:
     """States of whole sequences: per sequence tapped [T, L, D] and final [T, D] (after the final norm), bf16."""
 
     def __init__(self, folder: Path, tapped_layers: tuple[int, ...], head: "TargetHead", max_length_tokens: int) -> None:
+        self.version = version()
         self._head = head
         self._folder = tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
         layer_ids = [*(layer + 1 for layer in tapped_layers), head.shape.num_layers]
         self._engine = vllm.LLM(
             str(folder),
-            dtype="bfloat16",
+            dtype=ENGINE_DTYPE,
             enforce_eager=not _HAS_GPU,
             enable_prefix_caching=False,
             enable_chunked_prefill=False,
-            max_num_batched_tokens=max(BATCH_TOKENS, max_length_tokens),
-            max_model_len=max_length_tokens,
+            max_num_batched_tokens=max(BATCH_TOKENS, max_length_tokens + 1),
+            max_model_len=max_length_tokens + 1,  # one token is generated
             max_num_seqs=CAPTURE_SEQUENCES,
             disable_log_stats=True,
             speculative_config={
@@ -125,7 +131,8 @@ class Capture:
                         f"{path.name}: states belong to {len(states['token_ids'])} other tokens than the {len(token_ids)} asked for"
                     )
                 hidden_TLD = states["hidden_states"]
-                yield hidden_TLD[:, :-1], self._head.normalise(hidden_TLD[:, -1])
+                final_TD = self._head.normalise(hidden_TLD[:, -1].to(self._head.dtype))
+                yield hidden_TLD[:, :-1].bfloat16(), final_TD.bfloat16()
             for leftover in Path(self._folder.name).iterdir():
                 leftover.unlink()
 

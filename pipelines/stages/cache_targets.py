@@ -1,135 +1,293 @@
 """cache_targets: runs the frozen target once over every corpus row and stores what training reads of it.
 
-One corpus shard becomes one cache shard (layout and identity: dspark/cache.py). The engine only prefills prompt plus
-answer; states come back raw, the final norm and the log-sum-exp of the whole vocabulary are computed here, with the very
-head that training will use. A shard counts once its receipt exists; the manifest comes last.
+The corpus rows, in their order, are cut into units of about SHARD_BYTES: a unit is a set of rows and makes one shard (layout
+and identity: dspark/cache.py). The engine only prefills prompt plus answer; states come back raw, the final norm and the
+log-sum-exp of the whole vocabulary are computed here, with the very head that training will use.
+
+Making a unit again changes nothing but its own shard, which counts once its receipt exists; the manifest comes last. A row
+that the engine cannot take, or whose states are damaged, is set aside with its reason and counted. A unit that ends its
+engine again and again is cut in two until the one row that does it stands alone.
 """
 
-import hashlib
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from dspark.cache import MANIFEST, CacheIdentity, CacheRow, num_tapped, supervised_rows, write_manifest, write_shard
+from dspark.cache import (
+    MANIFEST,
+    CacheFormat,
+    CacheIdentity,
+    CacheRow,
+    Exactness,
+    checksum,
+    num_tapped,
+    supervised_rows,
+    write_manifest,
+    write_shard,
+)
+from dspark.states import decode, encode
 from dspark.storage import Storage
+from pipelines import sizing
+from pipelines.artifacts import TargetCache
 from pipelines.backends.object_store import open_storage
 from pipelines.dag import Artifact, Outcome
 from pipelines.flow import CacheTargetsConfig
-from pipelines.runner import Progress, Work
+from pipelines.runner import Failed, Progress, Work
 from pipelines.stages.regenerate import read_shard
 from pipelines.targets import local_folder
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dspark.target import TargetHead
+
 MIN_SUPERVISED_TOKENS = 2  # one anchor and one label
+SHARD_BYTES = 96_000_000  # what a kill can cost, and what a stream's window is filled with
+CORPUS_FILES = 32  # kept read by a worker
 LOGIT_ROWS = 256  # rows of [rows, vocabulary] logits held at once
+MAX_POISONED_FRACTION = 0.05  # above it the engine is at fault, not the rows
 
 
 @dataclass(frozen=True)
 class Settings:
+    """What a worker needs to make units."""
+
     config: CacheTargetsConfig
+    compression: Literal["none", "zstd"]
     target_uri: str
     corpus_uri: str
     max_length_tokens: int  # of a corpus row
     out_uri: str
 
+    @property
+    def identity(self) -> CacheIdentity:
+        return cache_identity(self.config)
+
+    @property
+    def form(self) -> CacheFormat:
+        content = self.config.cache_targets
+        return CacheFormat(content.dtype, content.logits, content.num_top_logits, self.compression)
+
 
 @dataclass(frozen=True)
-class Shard:
+class CorpusRow:
+    """Where a corpus row stands, and what caching it takes."""
+
+    row_id: str
+    split: str
+    file: str
+    index: int
+    num_bytes: int  # of its states
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Rows that become one shard."""
+
     name: str
-    corpus_file: str
+    rows: tuple[CorpusRow, ...]
+
+
+@dataclass(frozen=True)
+class Made:
+    name: str
+    receipt: dict[str, Any]
+    seconds: float
 
 
 def run(config: CacheTargetsConfig, inputs: Mapping[str, Artifact], out: Storage, work: Work) -> Outcome:
-    corpus = inputs["corpus"]
-    files = sorted(name for name in corpus.record["files"] if name.endswith(".parquet"))
-    shards = [Shard(f"shard-{i:05d}", name) for i, name in enumerate(files)]
-    receipts = {s.name: json.loads(out.read(f"{s.name}.json")) for s in shards if out.exists(f"{s.name}.json")}
-    total, done = int(corpus.record["metrics"]["rows"]), sum(len(r["rows"]) + len(r["dropped"]) for r in receipts.values())
-    work.report(Progress(done, total, "rows"))
-    max_length = corpus.record["identity"]["config"]["max_length_tokens"]
-    settings = Settings(config, work.resources.target_uri, corpus.uri, max_length, out.uri)
-    for name, receipt, seconds in work.map(
-        "pipelines.stages.cache_targets:Capturer", settings, [s for s in shards if s.name not in receipts]
-    ):
-        receipts[name] = receipt
-        done += len(receipt["rows"]) + len(receipt["dropped"])
-        work.report(Progress(done, total, "rows", {"captured_tokens_per_second": receipt["num_tokens"] / seconds}))
-    ordered = [receipts[shard.name] for shard in shards]
-    manifest = write_manifest(out, ordered, cache_identity(config, ordered[0]["width"]))
-    dropped = [item for receipt in ordered for item in receipt["dropped"]]
-    metrics = {key: float(manifest[key]) for key in ("num_rows", "num_tokens", "bytes", "bytes_per_token")} | {
-        "rows_dropped": float(len(dropped))
-    }
-    if not manifest["num_rows"]:
+    corpus, stage = inputs["corpus"], work.resources.cache
+    counted = sizing.corpus_rows(corpus.record["metrics"], stage)
+    sizing.require_room(sizing.measure(stage, config.width, len(config.tapped_layers), counted, out), stage)
+    rows, dropped = corpus_rows(corpus, config)
+    settings = capture_settings(config, corpus, work, out)
+    receipts: dict[str, dict[str, Any]] = {}
+    done = 0
+    waiting = cut(rows, SHARD_BYTES)
+    while waiting:
+        found = {unit.name: receipt for unit in waiting if (receipt := finished(out, unit.name))}
+        receipts |= found
+        done += sum(len(receipt["rows"]) + len(receipt["dropped"]) for receipt in found.values())
+        work.report(Progress(done, len(rows), "rows"))
+        again: list[Unit] = []
+        for result in work.map(
+            "pipelines.stages.cache_targets:Capturer", settings, [u for u in waiting if u.name not in found], keep_failed=True
+        ):
+            if isinstance(result, Failed):
+                again += smaller(result, settings, out)
+                continue
+            receipts[result.name] = result.receipt
+            done += len(result.receipt["rows"]) + len(result.receipt["dropped"])
+            work.report(Progress(done, len(rows), "rows", {"captured_tokens_per_second": result.receipt["num_tokens"] / result.seconds}))
+        waiting = again
+    ordered = [receipts[name] for name in sorted(receipts)]
+    dropped += [item for receipt in ordered for item in receipt["dropped"]]
+    out.put(TargetCache.DROPPED, "".join(json.dumps(item) + "\n" for item in dropped).encode())
+    num_poisoned = sum("is_poisoned" in item for item in dropped)
+    if num_poisoned > MAX_POISONED_FRACTION * len(rows) or not any(receipt["rows"] for receipt in ordered):
         raise ValueError(
-            f"every one of {len(dropped)} rows was set aside, for example {dropped[:1]}. Fix: look at their reasons in {out.uri}"
+            f"{len(dropped)} rows were set aside, {num_poisoned} of them for what the engine returned, for example {dropped[-1:]}. "
+            f"Fix: look at their reasons in {out.uri}/{TargetCache.DROPPED}"
         )
-    checksums = {receipt["file"]: receipt["sha256"] for receipt in ordered}
-    return Outcome(checksums | {MANIFEST: hashlib.sha256(out.read(MANIFEST)).hexdigest()}, metrics)
+    manifest = write_manifest(out, ordered, settings.identity, settings.form)
+    metrics = {key: float(manifest[key]) for key in ("num_rows", "num_tokens", "bytes", "bytes_per_token")} | {
+        "rows_dropped": float(len(dropped)),
+        "ratio_to_deepspec": manifest["bytes"] / manifest["bytes_as_deepspec"],
+    }
+    checksums = {receipt["file"]: receipt["checksum"] for receipt in ordered}
+    return Outcome(checksums | {name: checksum(out.read(name)) for name in (MANIFEST, TargetCache.DROPPED)}, metrics)
 
 
-def cache_identity(config: Any, width: int) -> CacheIdentity:
-    """`config`: any step config with `target` and `tapped_layers`."""
-    return CacheIdentity(config.target.weights, config.tapped_layers, width)
+def corpus_rows(corpus: Artifact, config: CacheTargetsConfig) -> tuple[list[CorpusRow], list[dict[str, Any]]]:
+    """Every row of the corpus that can be trained on, in order, and those set aside."""
+    storage, rows, dropped = open_storage(corpus.uri), [], []
+    longest, content = max_length(corpus), config.cache_targets
+    vector = 2 * config.width if content.dtype == "bf16" else config.width + 1
+    at_row = vector if content.logits == "final" else 8 * content.num_top_logits
+    for file in sorted(name for name in corpus.record["files"] if name.endswith(".parquet")):
+        for index, row in enumerate(read_shard(storage, file, ("row_id", "split", "loss_mask"))):
+            mask_T = np.asarray(row["loss_mask"], np.uint8)
+            num_supervised = len(supervised_rows(mask_T))
+            if num_supervised < MIN_SUPERVISED_TOKENS:
+                dropped.append({"row_id": row["row_id"], "reason": f"fewer than {MIN_SUPERVISED_TOKENS} supervised tokens"})
+            elif len(mask_T) > longest:
+                dropped.append({"row_id": row["row_id"], "reason": f"{len(mask_T)} tokens, target.max_length_tokens is {longest}"})
+            else:
+                num_bytes = num_tapped(mask_T) * len(config.tapped_layers) * vector + num_supervised * at_row
+                rows.append(CorpusRow(row["row_id"], row["split"], file, index, num_bytes))
+    return rows, dropped
+
+
+def cut(rows: Sequence[CorpusRow], unit_bytes: int) -> list[Unit]:
+    """Consecutive rows in units of at most `unit_bytes` of states, or of one row."""
+    units: list[list[CorpusRow]] = []
+    size = 0
+    for row in rows:
+        if not units or size + row.num_bytes > unit_bytes:
+            units.append([])
+            size = 0
+        units[-1].append(row)
+        size += row.num_bytes
+    return [Unit(f"shard-{i:05d}", tuple(unit)) for i, unit in enumerate(units)]
+
+
+def finished(out: Storage, name: str) -> dict[str, Any] | None:
+    """The receipt of a unit that is there, whole."""
+    try:
+        receipt = json.loads(out.read(f"{name}.json"))
+        return receipt if out.size_bytes(receipt["file"]) == receipt["bytes"] else None
+    except FileNotFoundError:
+        return None
+
+
+def smaller(failed: Failed, settings: Settings, out: Storage) -> list[Unit]:
+    """The halves of a unit that ended every worker it was given to; a single row is set aside in a shard of its own."""
+    unit: Unit = failed.item
+    if len(unit.rows) > 1:
+        middle = len(unit.rows) // 2
+        return [Unit(f"{unit.name}-{i}", rows) for i, rows in enumerate((unit.rows[:middle], unit.rows[middle:]))]
+    dropped = {"row_id": unit.rows[0].row_id, "reason": f"it ended its engine: {failed.cause}", "is_poisoned": True}
+    write_shard(out, unit.name, [], settings.identity, settings.form, "none", [dropped])
+    return [unit]
+
+
+def cache_identity(config: Any) -> CacheIdentity:
+    """`config`: any step config with `target`, `tapped_layers` and `width`."""
+    target = config.target
+    return CacheIdentity(target.name, target.weights, target.tokenizer, target.chat_template, config.tapped_layers, config.width)
+
+
+def max_length(corpus: Artifact) -> int:
+    return corpus.record["identity"]["config"]["max_length_tokens"]
+
+
+def capture_settings(config: CacheTargetsConfig, corpus: Artifact, work: Work, out: Storage) -> Settings:
+    resources = work.resources
+    return Settings(config, resources.cache.compression, resources.target_uri, corpus.uri, max_length(corpus), out.uri)
 
 
 class Capturer:
-    """Lives on one worker with one engine; captures a corpus shard."""
+    """Lives on one worker with one engine; makes units."""
 
     def __init__(self, settings: Settings) -> None:
-        import torch
-
         from dspark.families import check_tapped_layers
-        from dspark.target import load_head
+        from dspark.target import fast_dtype, load_head
 
-        folder = local_folder(settings.target_uri)
-        self._settings, self._config = settings, settings.config
+        folder, config = local_folder(settings.target_uri), settings.config
+        self._settings, self._config = settings, config
         self._out, self._corpus = open_storage(settings.out_uri), open_storage(settings.corpus_uri)
-        self._head = load_head(folder, torch.bfloat16)
-        check_tapped_layers(self._config.tapped_layers, self._head.shape.num_layers)
-        if not 0 <= self._config.mask_token_id < self._head.shape.vocab_size:
+        self._head = load_head(folder, fast_dtype())
+        self._files = lru_cache(CORPUS_FILES)(lambda file: read_shard(self._corpus, file))
+        check_tapped_layers(config.tapped_layers, self._head.shape.num_layers)
+        if config.width != self._head.shape.width:
             raise ValueError(
-                f"target.mask_token_id: {self._config.mask_token_id} is not a token of the target ({self._head.shape.vocab_size}). Fix: an unused special token"
+                f"target.width: {config.width}, the model's is {self._head.shape.width}. Fix: target.width={self._head.shape.width}"
             )
-        if self._config.cache_targets.engine == "vllm":
+        if not 0 <= config.mask_token_id < self._head.shape.vocab_size:
+            raise ValueError(
+                f"target.mask_token_id: {config.mask_token_id} is not a token of the target ({self._head.shape.vocab_size}). Fix: an unused special token"
+            )
+        if config.cache_targets.engine == "vllm":
             from pipelines.backends.vllm import Capture
 
-            self._engine: Any = Capture(folder, self._config.tapped_layers, self._head, settings.max_length_tokens)
+            self._engine: Any = Capture(folder, config.tapped_layers, self._head, settings.max_length_tokens)
         else:
-            self._engine = ReferenceCapture(folder, self._config.tapped_layers)
+            self._engine = ReferenceCapture(folder, config.tapped_layers)
 
-    def __call__(self, shard: Shard) -> tuple[str, dict[str, Any], float]:
+    def __call__(self, unit: Unit) -> Made:
         started = time.monotonic()
-        rows, dropped = [], []
-        for row in read_shard(self._corpus, shard.corpus_file):
+        receipt = write_shard(self._out, unit.name, self._cached(unit), self._settings.identity, self._settings.form, self._engine.version)
+        return Made(unit.name, receipt, time.monotonic() - started)
+
+    def _cached(self, unit: Unit) -> Iterator[CacheRow]:
+        rows = [self._files(row.file)[row.index] for row in unit.rows]
+        for row in rows:
             if self._config.mask_token_id in row["token_ids"]:
                 raise ValueError(
                     f"target.mask_token_id: {self._config.mask_token_id} occurs in corpus row {row['row_id']}. Fix: choose a special token that never occurs in text"
                 )
-            if sum(row["loss_mask"]) < MIN_SUPERVISED_TOKENS:
-                dropped.append({"row_id": row["row_id"], "reason": f"fewer than {MIN_SUPERVISED_TOKENS} supervised tokens"})
-            else:
-                rows.append(row)
-        identity = cache_identity(self._config, self._head.shape.width)
-        receipt = write_shard(self._out, shard.name, self._cached(rows), identity, dropped)
-        return shard.name, receipt, time.monotonic() - started
-
-    def _cached(self, rows: list[dict[str, Any]]) -> Iterator[CacheRow]:
-        import torch
-
         for row, (tapped_TLD, final_TD) in zip(rows, self._engine.capture([row["token_ids"] for row in rows]), strict=True):
-            mask_T = np.asarray(row["loss_mask"], dtype=np.uint8)
-            if len(tapped_TLD) != len(mask_T):
-                raise ValueError(f"row {row['row_id']}: the engine returned states of {len(tapped_TLD)} tokens for {len(mask_T)}")
-            final_SD = final_TD[torch.from_numpy(supervised_rows(mask_T))].contiguous()
-            log_sum_exp = torch.cat([self._head.logits(part).logsumexp(-1) for part in final_SD.split(LOGIT_ROWS)])
-            yield CacheRow(
-                row["row_id"], row["domain"], row["split"], np.asarray(row["token_ids"], np.int32), mask_T,
-                tapped_TLD[: num_tapped(mask_T)].contiguous().view(torch.uint16).numpy(), final_SD.view(torch.uint16).numpy(), log_sum_exp.numpy(),
-            )  # fmt: skip
+            yield cached_row(row, tapped_TLD, final_TD, self._head, self._settings.form)
+
+
+def cached_row(row: Mapping[str, Any], tapped_TLD: "Tensor", final_TD: "Tensor", head: "TargetHead", form: CacheFormat) -> CacheRow:
+    """A corpus row and its bf16 states in the form in which they are stored, with the error that this makes."""
+    import torch
+
+    if len(tapped_TLD) != len(row["loss_mask"]):
+        raise ValueError(f"row {row['row_id']}: the engine returned states of {len(tapped_TLD)} tokens for {len(row['loss_mask'])}")
+    mask_T = np.asarray(row["loss_mask"], np.uint8)
+    mask_T = mask_T[: np.flatnonzero(mask_T)[-1] + 1]
+    tapped_PLD, final_SD = tapped_TLD[: num_tapped(mask_T)].contiguous(), final_TD[torch.from_numpy(supervised_rows(mask_T))].contiguous()
+    tapped, final = encode(tapped_PLD, form.dtype), encode(final_SD, form.dtype)
+    exactness = Exactness.of(tapped_PLD, final_SD, tapped, final)
+    cached = CacheRow(
+        row["row_id"], row["domain"], row["split"], row["sampling"], np.asarray(row["token_ids"][: len(mask_T)], np.int32), mask_T, tapped,
+        np.empty(0, np.float32), exactness=exactness,
+    )  # fmt: skip
+    stored_SD = torch.empty_like(final_SD)
+    decode(final, stored_SD)
+    # The normaliser belongs to the logits that training will see: those of the stored state.
+    sums, top = [], []
+    for part in (stored_SD if form.logits == "final" else final_SD).split(LOGIT_ROWS):
+        logits = head.logits(part.to(head.dtype))
+        sums.append(logits.logsumexp(-1))
+        if form.logits == "topk":
+            top.append(logits.topk(form.num_top_logits))
+    cached.log_sum_exp_S = torch.cat(sums).numpy()
+    if form.logits == "final":
+        cached.final_SD = final
+        return cached
+    cached.top_ids_SC = torch.cat([part.indices for part in top]).int().numpy()
+    cached.top_logits_SC = torch.cat([part.values for part in top]).numpy()
+    mass_S = np.exp(cached.top_logits_SC - cached.log_sum_exp_S[:, None]).sum(-1, dtype=np.float64)
+    exactness.missing_mass, exactness.largest_missing_mass = float((1.0 - mass_S).sum()), float((1.0 - mass_S).max())
+    return cached
 
 
 class ReferenceCapture:
@@ -137,9 +295,11 @@ class ReferenceCapture:
 
     def __init__(self, folder: Any, tapped_layers: tuple[int, ...]) -> None:
         import torch
+        import transformers
 
         from dspark.target import TransformersTarget
 
+        self.version = f"transformers {transformers.__version__}"
         self._target = TransformersTarget(folder, tapped_layers, torch.bfloat16, torch.device("cpu"))
 
     def capture(self, sequences: list[list[int]]) -> Iterator[tuple[Any, Any]]:

@@ -12,7 +12,7 @@ import hashlib
 import io
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -89,6 +89,8 @@ def run(config: RegenerateConfig, inputs: Mapping[str, Artifact], out: Storage, 
         "rows_truncated": sum(r["num_truncated"] for r in ordered),
         "response_tokens": sum(r["num_response_tokens"] for r in ordered),
     }
+    if all("num_prompt_tokens" in r for r in ordered):  # shards that an earlier version finished did not count them
+        metrics["prompt_tokens"] = sum(r["num_prompt_tokens"] for r in ordered)
     files = {f"{r['name']}.parquet": r["sha256"] for r in ordered} | {Corpus.DROPPED: hashlib.sha256(data).hexdigest()}
     return Outcome(files, {name: float(value) for name, value in metrics.items()})
 
@@ -168,6 +170,7 @@ class Regenerator:
             "num_prompts": len(shard.prompts),
             "num_rows": len(rows),
             "num_truncated": sum(reason == "length" for *_, reason in rows),
+            "num_prompt_tokens": sum(len(ids) for _, _, _, ids, _, _ in rows),
             "num_response_tokens": sum(len(answer) for *_, answer, _ in rows),
             "tokens_per_second": rate,
             "dropped": dropped,
@@ -202,9 +205,9 @@ class ReferenceGenerator:
         return [done[request.id] for request in requests]
 
 
-def read_shard(storage: Storage, name: str) -> list[dict[str, Any]]:
-    """Rows of a corpus shard; ValueError on another schema version."""
-    table = pq.read_table(io.BytesIO(storage.read(name)))
+def read_shard(storage: Storage, name: str, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Rows of a corpus shard (or some of their columns); ValueError on another schema version."""
+    table = pq.read_table(io.BytesIO(storage.read(name)), columns=columns and list(columns))
     version = (table.schema.metadata or {}).get(b"schema_version", b"none").decode()
     if version != str(CORPUS_SCHEMA_VERSION):
         raise ValueError(

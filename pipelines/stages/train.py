@@ -22,10 +22,11 @@ from pipelines.figures import png
 from pipelines.flow import TrainConfig
 from pipelines.runner import Progress, Report, Work
 from pipelines.stages.cache_targets import cache_identity
+from pipelines.stages.regenerate import read_shard
 from pipelines.targets import local_folder
 
 if TYPE_CHECKING:
-    from dspark.training import EngineFactory
+    from dspark.training import EngineFactory, TrainingData
 
 VOCABULARY, CURVES, FIGURE = "vocabulary.json", "curves.jsonl", "curves.png"
 
@@ -40,16 +41,7 @@ class Settings:
 
 
 def run(config: TrainConfig, inputs: Mapping[str, Artifact], out: Storage, work: Work) -> Outcome:
-    from dspark.target import read_shape
-
-    shape = read_shape(local_folder(work.resources.target_uri))
-    cache = CacheReader(open_storage(inputs["cache"].uri), cache_identity(config, shape.width))
-    longest = max(sum(mask) for mask in cache.column("loss_mask"))
-    if config.drafter.block_size >= longest:
-        raise ValueError(
-            f"drafter.block_size: {config.drafter.block_size} does not fit any response, the longest has {longest} tokens. Fix: drafter.block_size={max(longest - 1, 1)}"
-        )
-    vocabulary = draft_vocabulary(config, cache, work.resources.target_uri, shape.vocab_size)
+    vocabulary = survey(config, inputs["corpus"], work.resources.target_uri)
     out.put(VOCABULARY, json.dumps(vocabulary).encode())
     work.report(Progress(0, config.train.num_steps, "steps"))
     settings = Settings(config, work.resources.target_uri, inputs["cache"].uri, out.uri, work.resources.micro_batch_sequences)
@@ -63,18 +55,29 @@ def run(config: TrainConfig, inputs: Mapping[str, Artifact], out: Storage, work:
     return Outcome(file_checksums(out, names), metrics, (FIGURE,))
 
 
-def draft_vocabulary(config: TrainConfig, cache: CacheReader, target_uri: str, vocab_size: int) -> dict[str, Any]:
-    """`ids`: ascending target ids, or None for the whole vocabulary; `coverage`: share of training-response tokens inside."""
+def survey(config: TrainConfig, corpus: Artifact, target_uri: str) -> dict[str, Any]:
+    """The draft vocabulary, from the tokens of the training responses: `ids` ascending, or None for the whole vocabulary;
+    `coverage`: share of these tokens inside. ValueError when no response is as long as a block."""
     from dspark.chat import ChatTokenizer
+    from dspark.target import read_shape
 
+    folder, storage, longest = local_folder(target_uri), open_storage(corpus.uri), 0
+    vocab_size = read_shape(folder).vocab_size
+    counts = np.zeros(vocab_size, np.int64)
+    for file in sorted(name for name in corpus.record["files"] if name.endswith(".parquet")):
+        for row in read_shard(storage, file, ("split", "token_ids", "loss_mask")):
+            response = np.asarray(row["token_ids"])[np.asarray(row["loss_mask"], bool)]
+            longest = max(longest, len(response))
+            if row["split"] == "train":
+                counts += np.bincount(response, minlength=vocab_size)
+    if config.drafter.block_size >= longest:
+        raise ValueError(
+            f"drafter.block_size: {config.drafter.block_size} does not fit any response, the longest has {longest} tokens. Fix: drafter.block_size={max(longest - 1, 1)}"
+        )
     if config.drafter.draft_vocab_size is None:
         return {"ids": None, "size": vocab_size, "coverage": 1.0}
-    counts = np.zeros(vocab_size, np.int64)
-    for split, ids, mask in zip(cache.column("split"), cache.column("token_ids"), cache.column("loss_mask"), strict=True):
-        if split == "train":
-            counts += np.bincount(np.asarray(ids)[np.asarray(mask, bool)], minlength=vocab_size)
     frequent = np.argsort(-counts, kind="stable")[: config.drafter.draft_vocab_size]
-    chosen = set(frequent[counts[frequent] > 0].tolist()) | set(ChatTokenizer(local_folder(target_uri)).special_ids)
+    chosen = set(frequent[counts[frequent] > 0].tolist()) | set(ChatTokenizer(folder).special_ids)
     ids = sorted(chosen)
     return {"ids": ids, "size": len(ids), "coverage": float(counts[ids].sum() / max(counts.sum(), 1))}
 
@@ -86,7 +89,7 @@ def train_worker(settings: Settings, make_engine: "EngineFactory", report: Repor
     from dspark.checkpoint import save_drafter
     from dspark.drafters import build_drafter
     from dspark.target import load_head
-    from dspark.training import DTYPES, TrainingData, train
+    from dspark.training import DTYPES, train
 
     config, out = settings.config, open_storage(settings.out_uri)
     ids = json.loads(out.read(VOCABULARY))["ids"]
@@ -94,13 +97,7 @@ def train_worker(settings: Settings, make_engine: "EngineFactory", report: Repor
     draft_ids = None if ids is None else torch.tensor(ids)
     drafter = build_drafter(config.drafter, head.shape, config.tapped_layers, config.mask_token_id, head.tables, draft_ids)
     drafter.initialise(config.train.seed)
-    cache = CacheReader(open_storage(settings.cache_uri), cache_identity(config, head.shape.width))
-    split = cache.column("split")
-    rows = {name: [i for i, s in enumerate(split) if s == name] for name in ("train", "select")}
-    for name, found in rows.items():
-        if not found:
-            raise ValueError(f"the target cache holds no {name} row. Fix: more prompts in that split (stage.prompts.limits.{name})")
-    data = TrainingData(cache, rows["train"], rows["select"], config.drafter.block_size)
+    data = stored_data(CacheReader(open_storage(settings.cache_uri), cache_identity(config)), config)
 
     def on_step(metrics: Mapping[str, float]) -> None:
         report(Progress(int(metrics["step"]), config.train.num_steps, "steps", {k: v for k, v in metrics.items() if k != "step"}))
@@ -112,6 +109,18 @@ def train_worker(settings: Settings, make_engine: "EngineFactory", report: Repor
         out.put(CURVES, "".join(json.dumps(point) + "\n" for point in state.curves).encode())
     num_parameters = sum(parameter.numel() for parameter in state.best_weights.values())
     return {**best, "final_loss": state.curves[-1]["loss"], "num_parameters": float(num_parameters)}
+
+
+def stored_data(cache: CacheReader, config: TrainConfig) -> "TrainingData":
+    from dspark.data import CachedRows, RowOrder
+    from dspark.training import TrainingData
+
+    train, select = CachedRows(cache, "train"), CachedRows(cache, "select")
+    for split, rows in (("train", train), ("select", select)):
+        if not rows.numbers:
+            raise ValueError(f"the target cache holds no {split} row. Fix: more prompts in that split (stage.prompts.limits.{split})")
+    order = RowOrder(train.shard_rows, config.train.window_shards, config.train.row_uses, config.train.seed)
+    return TrainingData(order, train, select, len(select.numbers), config.drafter.block_size)
 
 
 def _figure(curves: list[dict[str, float]]) -> bytes:
