@@ -64,15 +64,15 @@ class RowOrder:
     def units(self, row_bytes: Sequence[int], unit_bytes: int) -> Iterator[Unit]:
         """Every row of every window once, in the order of first use, cut so that no unit of several rows is above `unit_bytes`."""
         number, pass_start, passing = 0, 0, 0
+        sizes = np.asarray(row_bytes)
         while True:
             ends, windows = self._windows_of_pass(passing)
             for window, rows in enumerate(windows):
                 start = pass_start + (int(ends[window - 1]) if window else 0)
                 first_use = rows[self._shuffled(passing, window, 0, len(rows))]
-                bytes_so_far = np.asarray(row_bytes)[first_use]
                 begin = 0
                 while begin < len(first_use):
-                    fitting = int(np.searchsorted(np.cumsum(bytes_so_far[begin:]), unit_bytes, side="right"))
+                    fitting = int(np.searchsorted(np.cumsum(sizes[first_use[begin:]]), unit_bytes, side="right"))
                     end = begin + max(fitting, 1)
                     end = min(end, len(first_use))
                     end_slot = start + end if self._row_uses == 1 else pass_start + int(ends[window])

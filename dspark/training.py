@@ -196,6 +196,7 @@ def train(
         data.train.used((step + 1) * config.batch_sequences)
         return Prepared(batches, [row.row_id for row, _ in rows])
 
+    data.train.used(state.step * config.batch_sequences)
     for prepared in Ahead(prepare, state.step, config.num_steps):
         metrics = _step(engine, drafter, data.block_size, config, prepared, state.step)
         state.step += 1

@@ -30,6 +30,7 @@ from typing import Any, ClassVar
 from dspark.storage import Storage
 
 RECORD = "record.json"
+DAMAGED = "damaged.json"  # what mode=verify found: {"files": [...]}
 RECORD_SCHEMA_VERSION = 1
 RECORD_KEYS = {"fingerprint", "identity", "inputs", "files", "payload_sha256", "metrics", "figures", "provenance", "mlflow_run_id"}
 
@@ -65,6 +66,8 @@ class Resources:
     zero_stage: int = 0
     micro_batch_sequences: int = 1
     cache: Any = None  # stage.cache_targets: how the target cache is stored or streamed
+    num_producers: int = 0  # engine workers beside a training that reads a stream
+    cpu_share: float = 1.0  # of its machine, for a worker with num_cpus 0
     files: Mapping[str, str] = field(default_factory=dict)  # name -> uri of input files, hashed by content
 
 
@@ -80,6 +83,7 @@ class Step:
     artifact: type[Artifact]
     label: str
     resources: Resources
+    is_streamed: bool = False  # unless it is there already, the step that takes it makes it in passing and keeps nothing
 
     @property
     def folder(self) -> str:
@@ -111,6 +115,8 @@ class Verdict:
     is_hit: bool
     reason: str
     record: Mapping[str, Any] | None = None
+    is_streamed: bool = False  # nothing to make: `record` has no more than the payload checksum that a stream stands for
+    damaged: tuple[str, ...] = ()  # files of a finished artifact that are missing or damaged; the rest of it is good
 
 
 def canonical(value: Any, path: str = "config") -> Any:
@@ -172,8 +178,24 @@ def read_record(storage: Storage, folder: str = "") -> dict[str, Any] | None:
     return record
 
 
-def judge(step: Step, root: Storage, input_payloads: Mapping[str, str | None], rebuild: bool = False) -> Verdict:
-    """Is the artifact there? `input_payloads`: the payload checksum of each input, None when that input will be made anew.
+def stream_record(step: Step, input_payloads: Mapping[str, str]) -> dict[str, Any]:
+    """Stands for an artifact that is streamed: made of these inputs, of no bytes, known by what it would have been made from."""
+    inputs = {name: {"payload_sha256": payload} for name, payload in input_payloads.items()}
+    cost = {"finished_at": "-", "wall_seconds": 0.0, "cpu_seconds": 0.0, "load_average": 0.0}
+    record = {"fingerprint": fingerprint(step), "inputs": inputs, "files": {}, "metrics": {}, "figures": [], "provenance": cost}
+    return record | {"payload_sha256": stream_payload(record)}
+
+
+def stream_payload(record: Mapping[str, Any]) -> str:
+    """What a streamed artifact has in place of a checksum; an equal one that was stored counts as the same input."""
+    return digest([record["fingerprint"], {name: made["payload_sha256"] for name, made in record["inputs"].items()}])
+
+
+def judge(
+    step: Step, root: Storage, input_payloads: Mapping[str, str | None], rebuild: bool = False, streamed: Mapping[str, str] | None = None
+) -> Verdict:
+    """Is the artifact there? `input_payloads`: the payload checksum of each input, None when that input will be made anew;
+    `streamed`: the payload that each would have as a stream.
 
     A hit needs the full fingerprint and the very inputs it was made from: regeneration is random, so an equal fingerprint
     does not mean equal content.
@@ -192,12 +214,16 @@ def judge(step: Step, root: Storage, input_payloads: Mapping[str, str | None], r
         )
     if anew:
         return Verdict(False, is_anew)
-    changed = [name for name, payload in input_payloads.items() if record["inputs"][name]["payload_sha256"] != payload]
+    made_from = {name: record["inputs"][name]["payload_sha256"] for name in input_payloads}
+    changed = [name for name, payload in input_payloads.items() if made_from[name] not in (payload, (streamed or {}).get(name))]
     if changed:
         return Verdict(False, f"the payload of input {', '.join(changed)} changed")
-    missing = record["files"].keys() - {name.removeprefix(f"{step.folder}/") for name in root.list(f"{step.folder}/")}
-    if missing:
-        return Verdict(False, f"file {min(missing)} is missing")
+    there = {name.removeprefix(f"{step.folder}/") for name in root.list(f"{step.folder}/")}
+    if missing := tuple(sorted(record["files"].keys() - there)):
+        return Verdict(False, f"file {missing[0]} is missing", damaged=missing)
+    if DAMAGED in there:
+        damaged = tuple(json.loads(root.read(f"{step.folder}/{DAMAGED}"))["files"])
+        return Verdict(False, f"file {damaged[0]} is damaged", damaged=damaged)
     return Verdict(True, f"made {record['provenance']['finished_at']}", record)
 
 

@@ -23,6 +23,7 @@ from pipelines.config import PROJECT_ROOT
 from pipelines.dag import Resources, Step
 from pipelines.settings import (
     STEPS,
+    CacheTargetsStage,
     CalibrateStage,
     EvaluateStage,
     FileData,
@@ -70,6 +71,10 @@ class CacheContent:
     dtype: Literal["bf16", "fp8"]
     logits: Literal["final", "topk"]
     num_top_logits: int  # 0 with final
+
+    @staticmethod
+    def of(stage: CacheTargetsStage) -> "CacheContent":
+        return CacheContent(stage.engine, stage.dtype, stage.logits, stage.num_top_logits if stage.logits == "topk" else 0)
 
 
 @dataclass(frozen=True)
@@ -178,17 +183,19 @@ def build(settings: Settings) -> list[Step]:
         target.name,
         engines,
     )
-    cached = stage.cache_targets
-    content = CacheContent(cached.engine, cached.dtype, cached.logits, cached.num_top_logits if cached.logits == "topk" else 0)
+    cached, is_streamed = stage.cache_targets, stage.cache_targets.mode == "stream"
+    if is_streamed:  # engines and training share the machines
+        gang = replace(gang, cpu_share=0.5, num_producers=cluster.engine_workers)
     cache_targets = Step(
         "cache_targets",
         2,
         "pipelines.stages.cache_targets:run",
-        CacheTargetsConfig(content, identity, target.tapped_layers, target.width, target.mask_token_id),
+        CacheTargetsConfig(CacheContent.of(cached), identity, target.tapped_layers, target.width, target.mask_token_id),
         {"corpus": regenerate},
         artifacts.TargetCache,
         target.name,
-        replace(engines, cache=stage.cache_targets),
+        replace(engines, cache=cached),
+        is_streamed,
     )
     train = Step(
         "train",
@@ -198,7 +205,7 @@ def build(settings: Settings) -> list[Step]:
         {"corpus": regenerate, "cache": cache_targets},
         artifacts.Drafter,
         drafter_name,
-        gang,
+        replace(gang, cache=cached),
     )
     evaluate = Step(
         "evaluate",

@@ -16,11 +16,11 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dspark.storage import Storage
-from pipelines.dag import RECORD
+from pipelines.dag import DAMAGED, RECORD
 
 LEASE = "lease.json"
 HEARTBEAT_SECONDS = 10.0
@@ -43,11 +43,21 @@ class Lease:
     """Advisory ownership of a folder: a heartbeat file, taken over when it is stale or its process on this host is gone.
 
     `work` identifies what the folder is being filled for. A folder begun for other work, or `anew`, is emptied - record
-    first, so that it is never taken for whole - before it is used.
+    first, so that it is never taken for whole - before it is used. Of a finished one some files of which are `damaged`,
+    these and their receipts are removed, and the rest is kept.
     """
 
-    def __init__(self, storage: Storage, work: str, is_finished: Callable[[], bool], note: Callable[[str], None], anew: bool) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        work: str,
+        is_finished: Callable[[], bool],
+        note: Callable[[str], None],
+        anew: bool,
+        damaged: Sequence[str] = (),
+    ) -> None:
         self._storage, self._work, self._is_finished, self._note, self._anew = storage, work, is_finished, note, anew
+        self._damaged = damaged
         self._token, self._filled_for = uuid.uuid4().hex, ""
         self._stop, self._writing = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._beat, daemon=True)
@@ -65,11 +75,16 @@ class Lease:
         try:
             # A record that is no hit, in a folder begun for this work: some of it was lost, so nothing in it is trusted.
             may_go_on = self._filled_for == self._work and not self._storage.exists(RECORD)
-            if is_new or not (may_go_on or self._is_finished()):
+            if self._damaged and not is_new:
+                receipts = [f"{name.rpartition('.')[0]}.json" for name in self._damaged]
+                for name in (RECORD, *receipts, *self._damaged, DAMAGED):
+                    self._storage.remove(name)
+            elif is_new or not (may_go_on or self._is_finished()):
                 self._write("")
                 for name in sorted(set(self._storage.list()) - {LEASE}, key=lambda name: name != RECORD):
                     self._storage.remove(name)
             self._write(self._work)
+            self._storage.sweep()
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import import_module, metadata
 from pathlib import Path
@@ -62,6 +62,10 @@ class Work(Protocol):
         `keep_failed`, its result is a `Failed`. A worker that cannot be built, and a ValueError, are errors at once.
         An item None means that there is none to begin yet: it is asked for again a little later.
         """
+        ...
+
+    def beside(self, resources: Resources) -> "Work":
+        """Room for other workers of the same step, at the same time."""
         ...
 
     def gang(self, function: str, settings: Any) -> Any:
@@ -140,6 +144,9 @@ class LocalWork:
             run = run or resolve(worker)(settings)
             yield run(item)
 
+    def beside(self, resources: Resources) -> "LocalWork":
+        return replace(self, resources=resources)
+
     def gang(self, function: str, settings: Any) -> Any:
         return resolve(function)(settings, resolve("dspark.training:LocalEngine"), self.report)
 
@@ -158,9 +165,20 @@ def plan(steps: Sequence[Step], root: Storage, rebuild: Sequence[str] = ()) -> l
     verdicts: dict[str, Verdict] = {}
     for step in steps:
         records = {name: verdicts[other.name].record for name, other in step.inputs.items()}
-        payloads = {name: record["payload_sha256"] if record else None for name, record in records.items()}
-        verdicts[step.name] = dag.judge(step, root, payloads, step.name in rebuild)
+        verdicts[step.name] = _judge(step, root, records, step.name in rebuild)
     return [Planned(step, verdicts[step.name]) for step in steps]
+
+
+def _judge(step: Step, root: Storage, inputs: Mapping[str, Mapping[str, Any] | None], rebuild: bool = False) -> Verdict:
+    """`inputs`: the record of each, None when it will be made anew."""
+    payloads = {name: record["payload_sha256"] if record else None for name, record in inputs.items()}
+    streamed = {name: dag.stream_payload(record) for name, record in inputs.items() if record}
+    verdict = dag.judge(step, root, payloads, rebuild, streamed)
+    if not step.is_streamed or verdict.is_hit:
+        return verdict
+    known = {name: payload for name, payload in payloads.items() if payload}
+    record = dag.stream_record(step, known) if len(known) == len(payloads) else None
+    return Verdict(record is not None, "streamed, not kept", record, is_streamed=True)
 
 
 def run(
@@ -172,17 +190,18 @@ def run(
         inputs = {name: artifacts[other.name] for name, other in step.inputs.items()}
         payloads = {name: artifact.payload_sha256 for name, artifact in inputs.items()}
         storage = open_storage(f"{root.uri}/{step.folder}")
-        judge, reason, made = partial(dag.judge, step, root, payloads), verdict.reason, None
+        judge = partial(_judge, step, root, {name: artifact.record for name, artifact in inputs.items()})
+        reason, made = verdict.reason, None
         is_rebuild = reason.startswith("rebuild=")
         if not (verdict.is_hit or is_rebuild):
             verdict = judge()  # an input made anew may have come out the same, or another driver may have been here
         if not verdict.is_hit:
             work = dag.digest([dag.fingerprint(step), payloads])
-            with Lease(storage, work, partial(_is_hit, judge), screen.note, anew=is_rebuild):
+            with Lease(storage, work, partial(_is_hit, judge), screen.note, is_rebuild, verdict.damaged):
                 verdict = judge()  # whoever held the lease before may have finished this very work
                 if not verdict.is_hit:
                     made = _make(step, reason, storage, inputs, executor, tracker, screen)
-        if verdict.record:
+        if verdict.record and not verdict.is_streamed:
             tracker.hit(step, verdict.record)
         record = made or verdict.record
         assert record is not None

@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -56,7 +56,8 @@ class RayWork:
         """CPUs of a worker and the actor options that claim them. Starts or joins Ray when it is first needed."""
         if not ray.is_initialized():
             _start_or_join(self.address)
-        num_cpus = self.resources.num_cpus or max(int(node["Resources"].get("CPU", 1)) for node in ray.nodes() if node["Alive"])
+        every = max(int(node["Resources"].get("CPU", 1)) for node in ray.nodes() if node["Alive"])
+        num_cpus = self.resources.num_cpus or max(int(every * self.resources.cpu_share), 1)
         # Threads are set before the process imports torch or vLLM. On a machine with other work, OMP_WAIT_POLICY=PASSIVE in
         # the environment of Ray's processes reaches every worker: a fifth slower alone, but not several times slower in company.
         env = {
@@ -108,6 +109,9 @@ class RayWork:
         finally:
             for place in [*idle, *(entry[0] for entry in running.values())]:
                 ray.kill(place.actor)
+
+    def beside(self, resources: Resources) -> "RayWork":
+        return replace(self, resources=resources)
 
     def gang(self, function: str, settings: Any) -> Any:
         from ray.train import FailureConfig, RunConfig, ScalingConfig

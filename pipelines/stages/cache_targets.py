@@ -35,7 +35,7 @@ from dspark.storage import Storage
 from pipelines import sizing
 from pipelines.artifacts import TargetCache
 from pipelines.backends.object_store import open_storage
-from pipelines.dag import Artifact, Outcome
+from pipelines.dag import Artifact, Outcome, Resources
 from pipelines.flow import CacheTargetsConfig
 from pipelines.runner import Failed, Progress, Work
 from pipelines.stages.regenerate import read_shard
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
     from dspark.target import TargetHead
 
+CAPTURER = "pipelines.stages.cache_targets:Capturer"
 MIN_SUPERVISED_TOKENS = 2  # one anchor and one label
 SHARD_BYTES = 96_000_000  # what a kill can cost, and what a stream's window is filled with
 CORPUS_FILES = 32  # kept read by a worker
@@ -105,7 +106,7 @@ def run(config: CacheTargetsConfig, inputs: Mapping[str, Artifact], out: Storage
     counted = sizing.corpus_rows(corpus.record["metrics"], stage)
     sizing.require_room(sizing.measure(stage, config.width, len(config.tapped_layers), counted, out), stage)
     rows, dropped = corpus_rows(corpus, config)
-    settings = capture_settings(config, corpus, work, out)
+    settings = capture_settings(config, corpus, work.resources, out)
     receipts: dict[str, dict[str, Any]] = {}
     done = 0
     waiting = cut(rows, SHARD_BYTES)
@@ -115,9 +116,7 @@ def run(config: CacheTargetsConfig, inputs: Mapping[str, Artifact], out: Storage
         done += sum(len(receipt["rows"]) + len(receipt["dropped"]) for receipt in found.values())
         work.report(Progress(done, len(rows), "rows"))
         again: list[Unit] = []
-        for result in work.map(
-            "pipelines.stages.cache_targets:Capturer", settings, [u for u in waiting if u.name not in found], keep_failed=True
-        ):
+        for result in work.map(CAPTURER, settings, [u for u in waiting if u.name not in found], keep_failed=True):
             if isinstance(result, Failed):
                 again += smaller(result, settings, out)
                 continue
@@ -206,8 +205,7 @@ def max_length(corpus: Artifact) -> int:
     return corpus.record["identity"]["config"]["max_length_tokens"]
 
 
-def capture_settings(config: CacheTargetsConfig, corpus: Artifact, work: Work, out: Storage) -> Settings:
-    resources = work.resources
+def capture_settings(config: CacheTargetsConfig, corpus: Artifact, resources: Resources, out: Storage) -> Settings:
     return Settings(config, resources.cache.compression, resources.target_uri, corpus.uri, max_length(corpus), out.uri)
 
 

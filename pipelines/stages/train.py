@@ -7,21 +7,22 @@ one. The artifact is `drafter/` (layout: dspark/checkpoint.py) with the weights 
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dspark.cache import CacheReader
 from dspark.storage import Storage
-from pipelines import artifacts
+from pipelines import artifacts, stream
 from pipelines.backends.object_store import open_storage
-from pipelines.dag import Artifact, Outcome, file_checksums
+from pipelines.dag import Artifact, Outcome, Resources, file_checksums
 from pipelines.figures import png
-from pipelines.flow import TrainConfig
+from pipelines.flow import CacheContent, CacheTargetsConfig, TrainConfig
 from pipelines.runner import Progress, Report, Work
-from pipelines.stages.cache_targets import cache_identity
+from pipelines.stages.cache_targets import CAPTURER, cache_identity, capture_settings, corpus_rows
 from pipelines.stages.regenerate import read_shard
 from pipelines.targets import local_folder
 
@@ -35,17 +36,21 @@ VOCABULARY, CURVES, FIGURE = "vocabulary.json", "curves.jsonl", "curves.png"
 class Settings:
     config: TrainConfig
     target_uri: str
-    cache_uri: str
+    corpus: Artifact
+    cache: Artifact  # with no files: states are streamed
     out_uri: str
-    micro_batch_sequences: int
+    resources: Resources
 
 
 def run(config: TrainConfig, inputs: Mapping[str, Artifact], out: Storage, work: Work) -> Outcome:
     vocabulary = survey(config, inputs["corpus"], work.resources.target_uri)
     out.put(VOCABULARY, json.dumps(vocabulary).encode())
     work.report(Progress(0, config.train.num_steps, "steps"))
-    settings = Settings(config, work.resources.target_uri, inputs["cache"].uri, out.uri, work.resources.micro_batch_sequences)
-    result = work.gang("pipelines.stages.train:train_worker", settings)
+    settings = Settings(config, work.resources.target_uri, inputs["corpus"], inputs["cache"], out.uri, work.resources)
+    with nullcontext() if inputs["cache"].record["files"] else producers(settings, work):
+        result = work.gang("pipelines.stages.train:train_worker", settings)
+    for name in out.list(f"{stream.FOLDER}/"):
+        out.remove(name)
     curves = [json.loads(line) for line in out.read(CURVES).splitlines()]
     out.put(FIGURE, _figure(curves))
     for name in out.list("checkpoints/"):
@@ -97,12 +102,12 @@ def train_worker(settings: Settings, make_engine: "EngineFactory", report: Repor
     draft_ids = None if ids is None else torch.tensor(ids)
     drafter = build_drafter(config.drafter, head.shape, config.tapped_layers, config.mask_token_id, head.tables, draft_ids)
     drafter.initialise(config.train.seed)
-    data = stored_data(CacheReader(open_storage(settings.cache_uri), cache_identity(config)), config)
+    data = stored_data(settings) if settings.cache.record["files"] else streamed_data(settings)
 
     def on_step(metrics: Mapping[str, float]) -> None:
         report(Progress(int(metrics["step"]), config.train.num_steps, "steps", {k: v for k, v in metrics.items() if k != "step"}))
 
-    state = train(drafter, data, config.train, make_engine, settings.micro_batch_sequences, out, on_step)
+    state = train(drafter, data, config.train, make_engine, settings.resources.micro_batch_sequences, out, on_step)
     best = {"best_step": float(state.best_step), "select_accepted_length": state.best_accepted_length}
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         save_drafter(out, artifacts.Drafter.FOLDER, drafter, state.best_weights, config.target.weights, best)
@@ -111,16 +116,61 @@ def train_worker(settings: Settings, make_engine: "EngineFactory", report: Repor
     return {**best, "final_loss": state.curves[-1]["loss"], "num_parameters": float(num_parameters)}
 
 
-def stored_data(cache: CacheReader, config: TrainConfig) -> "TrainingData":
+def stored_data(settings: Settings) -> "TrainingData":
     from dspark.data import CachedRows, RowOrder
     from dspark.training import TrainingData
 
+    config = settings.config
+    cache = CacheReader(open_storage(settings.cache.uri), cache_identity(config))
     train, select = CachedRows(cache, "train"), CachedRows(cache, "select")
-    for split, rows in (("train", train), ("select", select)):
-        if not rows.numbers:
-            raise ValueError(f"the target cache holds no {split} row. Fix: more prompts in that split (stage.prompts.limits.{split})")
+    _require_rows({"train": train.numbers, "select": select.numbers})
     order = RowOrder(train.shard_rows, config.train.window_shards, config.train.row_uses, config.train.seed)
     return TrainingData(order, train, select, len(select.numbers), config.drafter.block_size)
+
+
+def streamed_data(settings: Settings) -> "TrainingData":
+    import torch
+
+    from dspark.training import TrainingData
+
+    plan, num_bytes = stream_plan(settings), stream.unit_bytes(settings.resources.cache.window_bytes)
+    storage = open_storage(f"{settings.out_uri}/{stream.FOLDER}")
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    train, select = stream.StreamedRows(storage, plan, num_bytes, rank), stream.StreamedSelect(storage, plan, num_bytes)
+    return TrainingData(plan.order, train, select, len(plan.select), settings.config.drafter.block_size)
+
+
+def stream_plan(settings: Settings) -> stream.StreamPlan:
+    """Made in the driver and, alike, in each worker."""
+    rows, _ = corpus_rows(settings.corpus, captured(settings))
+    train = settings.config.train
+    plan = stream.StreamPlan.of(rows, train.window_shards, train.row_uses, train.seed)
+    _require_rows({"train": plan.train, "select": plan.select})
+    return plan
+
+
+def captured(settings: Settings) -> CacheTargetsConfig:
+    """What the streamed states are: the config of the step that would have stored them."""
+    config, stage = settings.config, settings.resources.cache
+    return CacheTargetsConfig(CacheContent.of(stage), config.target, config.tapped_layers, config.width, config.mask_token_id)
+
+
+def producers(settings: Settings, work: Work) -> stream.Producers:
+    """Engines beside the training, that make what it is about to read."""
+    config, resources = settings.config.train, settings.resources
+    storage = open_storage(f"{settings.out_uri}/{stream.FOLDER}")
+    num_slots = config.num_steps * config.batch_sequences
+    ranks, window_bytes = resources.num_workers, resources.cache.window_bytes
+    window = stream.Window(storage, stream_plan(settings), window_bytes, ranks, num_slots, config.batch_sequences)
+    engines = replace(resources, num_workers=resources.num_producers)
+    capture = capture_settings(captured(settings), settings.corpus, engines, storage)
+    return stream.Producers(work.beside(engines), capture, window, CAPTURER)
+
+
+def _require_rows(rows: Mapping[str, Sequence[object]]) -> None:
+    for split, found in rows.items():
+        if not found:
+            raise ValueError(f"the target cache holds no {split} row. Fix: more prompts in that split (stage.prompts.limits.{split})")
 
 
 def _figure(curves: list[dict[str, float]]) -> bytes:
