@@ -9,11 +9,11 @@ export EXTRA
 export RAY_USAGE_STATS_ENABLED := 0
 export VLLM_NO_USAGE_STATS := 1
 
-.PHONY: help setup pipeline plan status ui test check fix bench
+.PHONY: help setup pipeline plan status verify ui test check fix bench bench-cache bench-fp8
 .DEFAULT_GOAL := help
 
 help: ## print this
-	@sed -n 's/^\([a-z]*\):[^#]*## /  make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
+	@sed -n 's/^\([a-z0-9-]*\):[^#]*## /  make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
 
 setup: ## build .venv and the small target, once (EXTRA=cpu|gpu, PYTHON=python3.12)
 	@$(PYTHON) -m pipelines.setup
@@ -23,6 +23,9 @@ pipeline: setup ## run what has to run: make pipeline ARGS="stage.train.lr=3e-4 
 
 plan: setup ## say what would run, step by step, and why
 	@$(BIN)/python -m pipelines mode=plan $(ARGS)
+
+verify: setup ## read the target cache again and name what is damaged
+	@$(BIN)/python -m pipelines mode=verify $(ARGS)
 
 status: setup ## say what is there and who is working on it
 	@$(BIN)/python -m pipelines mode=status $(ARGS)
@@ -47,3 +50,9 @@ fix: setup ## format, and mend what ruff can mend
 
 bench: setup ## measure the hot paths on this machine
 	$(BIN)/python tests/bench.py $(ARGS)
+
+bench-cache: setup ## measure the target cache: bytes a token, MB/s, capture (ARGS="size local s3 capture")
+	$(BIN)/python -m tests.bench_cache $(ARGS)
+
+bench-fp8: setup ## measure what an fp8 cache costs in accepted length
+	$(BIN)/python -m tests.bench_fp8 $(ARGS)

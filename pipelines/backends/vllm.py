@@ -155,7 +155,10 @@ class Prefiller:
 
     def step(self, batch_tokens: int) -> None:
         lengths = [min(self._prompt_tokens, batch_tokens - start) for start in range(0, batch_tokens, self._prompt_tokens)]
-        self._engine.generate(_prompts([[1] * length for length in lengths]), self._sampling, use_tqdm=False)
+        self.prefill([[1] * length for length in lengths])
+
+    def prefill(self, sequences: list[list[int]]) -> None:
+        self._engine.generate(_prompts(sequences), self._sampling, use_tqdm=False)
 
 
 def _prompts(sequences: list[list[int]]) -> list[TokensPrompt]:
