@@ -35,11 +35,12 @@ class States:
 
     def problem(self) -> str | None:
         """What no state of a working target has, in words: a NaN, or a state (layer, position) of zeros."""
-        # Not finite: bf16 has all 8 exponent bits set, e4m3 all 7 bits but the sign. Zero: everything but the sign is clear.
-        special, magnitude = (0x7F80, 0x7FFF) if self.codes.dtype == np.uint16 else (0x7F, 0x7F)
-        if np.any((self.codes & special) == special):
+        # Without its sign a code that is not finite is at least this large: bf16 with all 8 exponent bits set, e4m3 with all 7 bits.
+        not_finite, magnitude = (0x7F80, 0x7FFF) if self.codes.dtype == np.uint16 else (0x7F, 0x7F)
+        largest = (self.codes & self.codes.dtype.type(magnitude)).max(-1)
+        if np.any(largest >= not_finite):
             return "holds a NaN or an infinity"
-        is_zero = ~np.any(self.codes & magnitude, axis=-1)
+        is_zero = largest == 0
         if is_zero.any():  # a layer that was never captured, or the tail of a buffer that was not filled
             first, count = np.argwhere(is_zero)[0].tolist(), int(is_zero.sum())
             return f"is all zero at {first}, at {count} places in all"
@@ -53,6 +54,8 @@ def encode(states: Tensor, dtype: StateDtype) -> States:
         return States(states.view(torch.uint16).numpy())
     wide = states.float()
     largest = wide.abs().amax(-1)
+    if not largest.isfinite().all():
+        wide = wide.where(wide.isfinite(), torch.nan)  # torch's conversion saturates: infinity would become 448
     # frexp: largest / 448 = m * 2^e with m < 1. A state that is not finite keeps its own scale, and its NaN.
     exponents = torch.frexp(largest / FP8_MAX).exponent.where(largest.isfinite(), 0).clamp(-126, 126)
     codes = torch.ldexp(wide, -exponents[..., None]).to(torch.float8_e4m3fn)
