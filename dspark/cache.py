@@ -31,6 +31,7 @@ Shapes: T tokens, P tapped tokens, S supervised rows, L tapped layers, D width, 
 
 import io
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
@@ -364,7 +365,10 @@ class ShardReader:
             raise ValueError(
                 f"{self._storage.uri}/{self.file}: missing. Fix: run the same command again, it makes this shard alone"
             ) from error
-        return self._mapped.slice(min(entry.offset, self._mapped.size), entry.bytes)
+        except ValueError as error:
+            raise ValueError(f"{self._storage.uri}/{self.file}: row {entry.row_id} cannot be read: {error}") from error
+        start = min(entry.offset, self._mapped.size)  # of a file that was cut off: what is left
+        return self._mapped.slice(start, min(entry.bytes, self._mapped.size - start))
 
     def _row(self, batch: pa.RecordBatch) -> CacheRow:
         names = batch.schema.names
@@ -372,22 +376,25 @@ class ShardReader:
         def text(name: str) -> str:
             return batch.column(name)[0].as_py()
 
-        def numbers(name: str) -> np.ndarray:
-            return batch.column(name)[0].values.to_numpy(zero_copy_only=False)
+        def numbers(name: str, dtype: type) -> np.ndarray:  # the values below a list of one row
+            return np.frombuffer(batch.column(name).values.buffers()[1], dtype=dtype, count=len(batch.column(name).values))
 
         def binary(name: str, dtype: type, *shape: int) -> np.ndarray | None:
-            return np.frombuffer(batch.column(name)[0].as_buffer(), dtype=dtype).reshape(shape) if name in names else None
+            """Its bytes where they lie; an Arrow scalar would be a copy."""
+            if name not in names:
+                return None
+            return np.frombuffer(batch.column(name).buffers()[2], dtype=dtype, count=math.prod(shape)).reshape(shape)
 
         def states(name: str, *shape: int) -> States | None:
             codes = binary(name, CODE_DTYPES[self.form.dtype], *shape)
             return None if codes is None else States(codes, binary(f"{name}_exponents", np.int8, *shape[:-1]))
 
-        mask_T, lse_S = numbers("loss_mask"), numbers("log_sum_exp")
+        mask_T, lse_S = numbers("loss_mask", np.uint8), numbers("log_sum_exp", np.float32)
         tapped = states("tapped", num_tapped(mask_T), len(self.identity.tapped_layers), self.identity.width)
         assert tapped is not None
         S, C = len(lse_S), self.form.num_top_logits
         return CacheRow(
-            text("row_id"), text("domain"), text("split"), text("provenance"), numbers("token_ids"), mask_T, tapped, lse_S,
+            text("row_id"), text("domain"), text("split"), text("provenance"), numbers("token_ids", np.int32), mask_T, tapped, lse_S,
             states("final", S, self.identity.width), binary("top_ids", np.int32, S, C), binary("top_logits", np.float32, S, C),
         )  # fmt: skip
 
