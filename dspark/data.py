@@ -142,7 +142,7 @@ class Ahead(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         try:
             while self._waiting or self._next_step < self._end_step:
-                while len(self._waiting) < self._depth and self._next_step < self._end_step:
+                while len(self._waiting) <= self._depth and self._next_step < self._end_step:
                     self._waiting.append(self._pool.submit(self._make, self._next_step))
                     self._next_step += 1
                 yield self._waiting.popleft().result()
