@@ -11,12 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dspark.cache import CacheIdentity, CacheReader, CacheRow, num_tapped, supervised_rows, write_manifest, write_shard
+from dspark.cache import CacheFormat, CacheIdentity, CacheReader, CacheRow, num_tapped, supervised_rows, write_manifest, write_shard
 from dspark.config import DFlashConfig, DrafterConfig, DSparkConfig, LossConfig, TargetShape, TrainingConfig
+from dspark.data import CachedRows, RowOrder
 from dspark.drafters import build_drafter
 from dspark.drafters.base import FrozenTables
 from dspark.drafters.dflash import DFlash
-from dspark.storage import LocalStorage
+from dspark.states import States, encode
+from dspark.storage import LocalStorage, Storage
+from dspark.training import TrainingData
 
 SHAPE = TargetShape(
     model_type="llama", num_layers=6, width=16, num_heads=4, num_kv_heads=2, head_width=6, mlp_width=20, vocab_size=23,
@@ -27,14 +30,18 @@ TAPPED = (1, 3, 4)
 BLOCK = 4
 MASK = 22  # the mask token
 REDUCED = torch.tensor([0, 2, 3, 5, 8, 11, 12, 17, 21])
-IDENTITY = CacheIdentity("a" * 64, TAPPED, SHAPE.width)
+IDENTITY = CacheIdentity("tiny", "a" * 64, "b" * 64, "c" * 64, TAPPED, SHAPE.width)
+FORM = CacheFormat("bf16", "final", 0)
+FP8 = CacheFormat("fp8", "final", 0)
+TOPK = CacheFormat("bf16", "topk", 5)
+ENGINE = "noise 1"
 CONFIGS: dict[str, DrafterConfig] = {
     "dflash": DFlashConfig("dflash", num_layers=2, block_size=BLOCK, draft_vocab_size=None),
     "dspark": DSparkConfig("dspark", num_layers=2, block_size=BLOCK, draft_vocab_size=None, markov_rank=5),
 }
 TRAINING = TrainingConfig(
     lr=3e-3, muon_lr=None, num_steps=20, warmup_fraction=0.2, weight_decay=0.0, clip_norm=1.0, batch_sequences=4, num_anchors=6, precision="fp64", seed=7,
-    select_every_steps=5, checkpoint_every_steps=10, loss=LossConfig(alpha_ce=0.1, alpha_tv=0.9, alpha_confidence=1.0, position_decay=4.0),
+    window_shards=2, row_uses=1, select_every_steps=5, checkpoint_every_steps=10, loss=LossConfig(alpha_ce=0.1, alpha_tv=0.9, alpha_confidence=1.0, position_decay=4.0),
 )  # fmt: skip
 
 
@@ -60,34 +67,77 @@ def loss_mask(num_prompt: int, num_response: int, hole: Sequence[int] = ()) -> n
     return mask
 
 
-def row(name: str, mask: np.ndarray, seed: int, split: str = "train", shape: TargetShape = SHAPE) -> CacheRow:
-    """A sequence with random tokens and states; its log-sum-exp is that of `tables(shape)`."""
+def row(name: str, mask: np.ndarray, seed: int, split: str = "train", form: CacheFormat = FORM, shape: TargetShape = SHAPE) -> CacheRow:
+    """A sequence with random tokens and states in a form of the cache; its log-sum-exp is that of `tables(shape)`."""
     generator = np.random.default_rng(seed)
-    tapped = bf16(generator.normal(0.0, 1.0, (num_tapped(mask), len(TAPPED), shape.width)))
-    final = bf16(generator.normal(0.0, 1.0, (len(supervised_rows(mask)), shape.width)))
-    logits = torch.from_numpy(final.copy()).view(torch.bfloat16).double() @ tables(shape).lm_head_VD.T
-    if shape.logit_soft_cap is not None:
-        logits = shape.logit_soft_cap * torch.tanh(logits / shape.logit_soft_cap)
+    tapped, final = noise(generator, mask, shape)
     tokens = generator.integers(0, MASK, len(mask)).astype(np.int32)
-    return CacheRow(name, f"domain-{seed % 2}", split, tokens, mask, tapped, final, logits.logsumexp(-1).numpy().astype(np.float32))
+    stored = encode(final, form.dtype) if form.logits == "final" else None
+    logits_SV = (final.double() if stored is None else values(stored)) @ tables(shape).lm_head_VD.T
+    if shape.logit_soft_cap is not None:
+        logits_SV = shape.logit_soft_cap * torch.tanh(logits_SV / shape.logit_soft_cap)
+    found = CacheRow(
+        name, f"domain-{seed % 2}", split, f'{{"seed": {seed}}}', tokens, mask, encode(tapped, form.dtype),
+        logits_SV.logsumexp(-1).numpy().astype(np.float32), stored,
+    )  # fmt: skip
+    if stored is None:
+        best = logits_SV.topk(form.num_top_logits)
+        found.top_ids_SC, found.top_logits_SC = best.indices.int().numpy(), best.values.float().numpy()
+    return found
 
 
-def bf16(values: np.ndarray) -> np.ndarray:
-    """Rounded to bf16, as the uint16 view in which the cache keeps it."""
-    return torch.from_numpy(values).bfloat16().view(torch.uint16).numpy()
+def noise(generator: np.random.Generator, mask: np.ndarray, shape: TargetShape = SHAPE) -> tuple[Tensor, Tensor]:
+    """What a target might have computed for a sequence, bf16: tapped [P, L, D] and final [S, D]."""
+    sizes = (num_tapped(mask), len(TAPPED), shape.width), (len(supervised_rows(mask)), shape.width)
+    tapped, final = (torch.from_numpy(generator.normal(0.0, 1.0, size)).bfloat16() for size in sizes)
+    return tapped, final
 
 
-def rows(num_train: int = 8, num_select: int = 3) -> list[CacheRow]:
+def values(states: States) -> Tensor:
+    """What stored states are worth, in fp64, by torch's own types."""
+    if states.exponents is None:
+        return torch.from_numpy(states.codes.copy()).view(torch.bfloat16).double()
+    scale = torch.from_numpy(states.exponents.astype(np.float64)).exp2()
+    return torch.from_numpy(states.codes.copy()).view(torch.float8_e4m3fn).double() * scale[..., None]
+
+
+def rows(num_train: int = 8, num_select: int = 3, form: CacheFormat = FORM) -> list[CacheRow]:
     """Prompts of 2-5 tokens, responses of 6-13, one of them with a hole in its loss mask."""
     masks = [loss_mask(2 + i % 4, 6 + (5 * i) % 8, hole=[9] if i == 2 else []) for i in range(num_train + num_select)]
-    return [row(f"row-{i}", mask, 100 + i, "train" if i < num_train else "select") for i, mask in enumerate(masks)]
+    return [row(f"row-{i}", mask, 100 + i, "train" if i < num_train else "select", form) for i, mask in enumerate(masks)]
 
 
-def write_cache(folder: Path, sequences: Sequence[CacheRow], rows_per_shard: int = 4, identity: CacheIdentity = IDENTITY) -> CacheReader:
-    storage = LocalStorage(str(folder))
+class Remote:
+    """A folder behind a storage that is not local: nothing can be mapped, and every range that is read is noted."""
+
+    def __init__(self, folder: Path) -> None:
+        self._inner, self.ranges = LocalStorage(str(folder)), []
+        self.uri = f"remote://{folder.name}"
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+    def read_range(self, name: str, start: int, end: int) -> bytes:
+        self.ranges.append((name, start, end))
+        return self._inner.read_range(name, start, end)
+
+
+def write_cache(
+    place: Path | Storage,
+    sequences: Sequence[CacheRow],
+    rows_per_shard: int = 4,
+    form: CacheFormat = FORM,
+    identity: CacheIdentity = IDENTITY,
+) -> CacheReader:
+    storage = LocalStorage(str(place)) if isinstance(place, Path) else place
     starts = range(0, len(sequences), rows_per_shard)
-    receipts = [
-        write_shard(storage, f"shard-{i:05d}", sequences[start : start + rows_per_shard], identity) for i, start in enumerate(starts)
-    ]
-    write_manifest(storage, receipts, identity)
+    parts = [sequences[start : start + rows_per_shard] for start in starts]
+    receipts = [write_shard(storage, f"shard-{i:05d}", part, identity, form, ENGINE) for i, part in enumerate(parts)]
+    write_manifest(storage, receipts, identity, form)
     return CacheReader(storage, identity)
+
+
+def training_data(cache: CacheReader, config: TrainingConfig = TRAINING) -> TrainingData:
+    train, select = CachedRows(cache, "train"), CachedRows(cache, "select")
+    order = RowOrder(train.shard_rows, config.window_shards, config.row_uses, config.seed)
+    return TrainingData(order, train, select, len(select.numbers), BLOCK)
