@@ -25,6 +25,7 @@ class Corpus(Artifact):
     """The target's own responses: Parquet shards `rows-00000.parquet` with a receipt each, and `dropped.jsonl`."""
 
     noun: ClassVar[str] = "Corpus"
+    is_mended: ClassVar[bool] = True
     DROPPED: ClassVar[str] = "dropped.jsonl"
 
 
@@ -33,6 +34,7 @@ class TargetCache(Artifact):
     """The target's hidden states: Arrow IPC shards with a receipt each, `dropped.jsonl`, and `manifest.json`, written last."""
 
     noun: ClassVar[str] = "TargetCache"
+    is_mended: ClassVar[bool] = True
     DROPPED: ClassVar[str] = "dropped.jsonl"
 
 

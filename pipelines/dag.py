@@ -43,6 +43,7 @@ class Artifact:
     record: Mapping[str, Any]
 
     noun: ClassVar[str] = "artifact"
+    is_mended: ClassVar[bool] = False  # its step makes lost files alone: each has a receipt of its name, or is made in every run
 
     @property
     def fingerprint(self) -> str:
@@ -219,11 +220,12 @@ def judge(
     if changed:
         return Verdict(False, f"the payload of input {', '.join(changed)} changed")
     there = {name.removeprefix(f"{step.folder}/") for name in root.list(f"{step.folder}/")}
-    if missing := tuple(sorted(record["files"].keys() - there)):
-        return Verdict(False, f"file {missing[0]} is missing", damaged=missing)
-    if DAMAGED in there:
-        damaged = tuple(json.loads(root.read(f"{step.folder}/{DAMAGED}"))["files"])
-        return Verdict(False, f"file {damaged[0]} is damaged", damaged=damaged)
+    missing = record["files"].keys() - there
+    noted = json.loads(root.read(f"{step.folder}/{DAMAGED}"))["files"] if DAMAGED in there else []
+    if lost := sorted({*missing, *noted}):
+        more = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
+        reason = f"file {lost[0]} is {'missing' if lost[0] in missing else 'damaged'}{more}"
+        return Verdict(False, reason, damaged=tuple(lost) if step.artifact.is_mended else ())
     return Verdict(True, f"made {record['provenance']['finished_at']}", record)
 
 

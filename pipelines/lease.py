@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dspark.storage import Storage
-from pipelines.dag import DAMAGED, RECORD
+from pipelines.dag import DAMAGED, RECORD, Verdict
 
 LEASE = "lease.json"
 HEARTBEAT_SECONDS = 10.0
@@ -43,21 +43,12 @@ class Lease:
     """Advisory ownership of a folder: a heartbeat file, taken over when it is stale or its process on this host is gone.
 
     `work` identifies what the folder is being filled for. A folder begun for other work, or `anew`, is emptied - record
-    first, so that it is never taken for whole - before it is used. Of a finished one some files of which are `damaged`,
-    these and their receipts are removed, and the rest is kept.
+    first, so that it is never taken for whole - before it is used. Of a finished one that `judge` calls damaged in parts,
+    these files and their receipts are removed, and the rest is kept, even by a holder that is killed on the way.
     """
 
-    def __init__(
-        self,
-        storage: Storage,
-        work: str,
-        is_finished: Callable[[], bool],
-        note: Callable[[str], None],
-        anew: bool,
-        damaged: Sequence[str] = (),
-    ) -> None:
-        self._storage, self._work, self._is_finished, self._note, self._anew = storage, work, is_finished, note, anew
-        self._damaged = damaged
+    def __init__(self, storage: Storage, work: str, judge: Callable[[], Verdict], note: Callable[[str], None], anew: bool) -> None:
+        self._storage, self._work, self._judge, self._note, self._anew = storage, work, judge, note, anew
         self._token, self._filled_for = uuid.uuid4().hex, ""
         self._stop, self._writing = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._beat, daemon=True)
@@ -73,16 +64,15 @@ class Lease:
                 break
         self._thread.start()
         try:
-            # A record that is no hit, in a folder begun for this work: some of it was lost, so nothing in it is trusted.
+            # A record that is no hit, in a folder begun for this work: some of it was lost, so only a mended one is trusted.
             may_go_on = self._filled_for == self._work and not self._storage.exists(RECORD)
-            if self._damaged and not is_new:
-                receipts = [f"{name.rpartition('.')[0]}.json" for name in self._damaged]
-                for name in (RECORD, *receipts, *self._damaged, DAMAGED):
-                    self._storage.remove(name)
-            elif is_new or not (may_go_on or self._is_finished()):
-                self._write("")
-                for name in sorted(set(self._storage.list()) - {LEASE}, key=lambda name: name != RECORD):
-                    self._storage.remove(name)
+            if is_new:
+                self._empty()
+            elif not may_go_on and not (verdict := self._judge()).is_hit:  # asked now: somebody may have held it before us
+                if verdict.damaged:
+                    self._mend(verdict.damaged)
+                else:
+                    self._empty()
             self._write(self._work)
             self._storage.sweep()
         except BaseException as error:
@@ -100,6 +90,20 @@ class Lease:
                 self._storage.remove(LEASE)
             else:
                 self._write(self._filled_for, heartbeat=0.0)  # given up, but what is there stays good for a resume
+
+    def _empty(self) -> None:
+        self._write("")
+        for name in sorted(set(self._storage.list()) - {LEASE}, key=lambda name: name != RECORD):
+            self._storage.remove(name)
+
+    def _mend(self, damaged: Sequence[str]) -> None:
+        """Killed before the record goes, what is damaged is still noted or found missing; after it, the folder is one begun for this work."""
+        self._write(self._work)
+        for name in damaged:
+            self._storage.remove(f"{name.rpartition('.')[0]}.json")
+            self._storage.remove(name)
+        self._storage.remove(DAMAGED)
+        self._storage.remove(RECORD)
 
     def _wait(self) -> tuple[dict[str, Any] | None, bool]:
         """Returns the lease that may be taken over (None: there is none) and whether somebody had to finish first."""

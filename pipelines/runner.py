@@ -197,7 +197,7 @@ def run(
             verdict = judge()  # an input made anew may have come out the same, or another driver may have been here
         if not verdict.is_hit:
             work = dag.digest([dag.fingerprint(step), payloads])
-            with Lease(storage, work, partial(_is_hit, judge), screen.note, is_rebuild, verdict.damaged):
+            with Lease(storage, work, judge, screen.note, is_rebuild):
                 verdict = judge()  # whoever held the lease before may have finished this very work
                 if not verdict.is_hit:
                     made = _make(step, reason, storage, inputs, executor, tracker, screen)
@@ -207,10 +207,6 @@ def run(
         assert record is not None
         artifacts[step.name] = step.artifact(storage.uri, record)
     return artifacts
-
-
-def _is_hit(judge: Callable[[], Verdict]) -> bool:
-    return judge().is_hit
 
 
 def _make(

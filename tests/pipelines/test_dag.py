@@ -15,6 +15,7 @@ import pytest
 
 from dspark.storage import LocalStorage
 from pipelines import dag
+from pipelines.artifacts import TargetCache
 from pipelines.dag import Artifact, Resources, Step, canonical, differences, fingerprint, identity, judge, read_record
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
@@ -265,6 +266,48 @@ def test_judge_with_a_payload_file_missing_runs(root: LocalStorage) -> None:
     write_record(root, step)
     root.remove(f"{step.folder}/weights")
     assert judge(step, root, {}) == dag.Verdict(False, "file weights is missing")
+
+
+def write_shards(root: LocalStorage, step: Step, *names: str) -> None:
+    record = write_record(root, step)
+    root.put(f"{step.folder}/{dag.RECORD}", json.dumps({**record, "files": dict.fromkeys(names, "0")}).encode())
+    for name in names:
+        root.put(f"{step.folder}/{name}", b"s")
+
+
+def test_judge_with_a_shard_missing_names_it_as_all_that_is_to_be_made(root: LocalStorage) -> None:
+    step = make_step(artifact=TargetCache)
+    write_shards(root, step, "a", "b")
+    assert judge(step, root, {}).is_hit
+    root.remove(f"{step.folder}/b")
+    assert judge(step, root, {}) == dag.Verdict(False, "file b is missing", damaged=("b",))
+
+
+def test_judge_with_damage_noted_and_a_shard_missing_names_both(root: LocalStorage) -> None:
+    """Whichever is found first must not hide the other: the note is gone once the folder is mended."""
+    step = make_step(artifact=TargetCache)
+    write_shards(root, step, "a", "b", "c")
+    root.put(f"{step.folder}/{dag.DAMAGED}", json.dumps({"files": ["b"]}).encode())
+    assert judge(step, root, {}) == dag.Verdict(False, "file b is damaged", damaged=("b",))
+    root.remove(f"{step.folder}/a")
+    assert judge(step, root, {}) == dag.Verdict(False, "file a is missing, and 1 more", damaged=("a", "b"))
+    root.remove(f"{step.folder}/b")
+    assert judge(step, root, {}) == dag.Verdict(False, "file a is missing, and 1 more", damaged=("a", "b"))
+
+
+def test_judge_of_a_step_that_mends_nothing_with_damage_noted_runs_it_whole(root: LocalStorage) -> None:
+    step = make_step()
+    write_record(root, step)
+    root.put(f"{step.folder}/{dag.DAMAGED}", json.dumps({"files": ["weights"]}).encode())
+    assert judge(step, root, {}) == dag.Verdict(False, "file weights is damaged")
+
+
+def test_judge_with_another_payload_of_an_input_mends_nothing(root: LocalStorage) -> None:
+    step = make_step(inputs={"corpus": make_step(name="regenerate")}, artifact=TargetCache)
+    write_record(root, step, inputs={"corpus": "old"})
+    root.remove(f"{step.folder}/weights")
+    assert judge(step, root, {"corpus": "old"}).damaged == ("weights",)
+    assert judge(step, root, {"corpus": "new"}).damaged == (), "shards of another corpus would be kept"
 
 
 def test_judge_with_a_record_for_another_fingerprint_raises(root: LocalStorage) -> None:

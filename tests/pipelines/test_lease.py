@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 
 from dspark.storage import LocalStorage
 from pipelines import lease as lease_module
-from pipelines.dag import RECORD
+from pipelines.dag import DAMAGED, RECORD, Verdict
 from pipelines.lease import LEASE, Lease
 
 ELSEWHERE = "another-host"
@@ -53,8 +53,15 @@ def hold(storage: LocalStorage, pid: int, host: str | None = None, work: str = "
     storage.put(LEASE, json.dumps(held).encode())
 
 
-def take(storage: LocalStorage, notes: list[str] | None = None, work: str = "w", is_finished: bool = False, anew: bool = False) -> Lease:
-    return Lease(storage, work, lambda: is_finished, (notes if notes is not None else []).append, anew)
+def take(
+    storage: LocalStorage,
+    notes: list[str] | None = None,
+    work: str = "w",
+    is_finished: bool = False,
+    anew: bool = False,
+    judge: Callable[[], Verdict] | None = None,
+) -> Lease:
+    return Lease(storage, work, judge or (lambda: Verdict(is_finished, "")), (notes if notes is not None else []).append, anew)
 
 
 def read_lease(storage: LocalStorage) -> Mapping[str, Any]:
@@ -286,3 +293,71 @@ def test_lease_killed_while_it_empties_is_emptied_further_by_the_next(storage: L
     assert removed[0] == RECORD, "a folder that is emptied must lose its record first"
     with take(storage, work="old"):
         assert storage.list() == [LEASE]
+
+
+# --- mending --------------------------------------------------------------------------------------------------------
+
+WHOLE = ["b.arrow", "b.json", LEASE, "manifest.json"]  # what stays of the folder below when a and c are damaged
+
+
+@pytest.fixture
+def damaged_folder(storage: LocalStorage) -> LocalStorage:
+    """A finished cache of three shards, two of which are said to be damaged."""
+    fill(storage, RECORD, "manifest.json", *(f"{name}.{kind}" for name in "abc" for kind in ("arrow", "json")))
+    storage.put(DAMAGED, json.dumps({"files": ["a.arrow", "c.arrow"]}).encode())
+    return storage
+
+
+def judged(storage: LocalStorage) -> Verdict:
+    """As dag.judge does."""
+    if not storage.exists(RECORD):
+        return Verdict(False, "never made")
+    noted = json.loads(storage.read(DAMAGED))["files"] if storage.exists(DAMAGED) else []
+    lost = {*noted, *(f"{name}.arrow" for name in "abc" if not storage.exists(f"{name}.arrow"))}
+    return Verdict(not lost, "", damaged=tuple(sorted(lost)))
+
+
+def test_lease_on_a_damaged_folder_removes_the_damaged_files_their_receipts_and_the_record(damaged_folder: LocalStorage) -> None:
+    with take(damaged_folder, judge=lambda: judged(damaged_folder)):
+        assert damaged_folder.list() == WHOLE
+        assert read_lease(damaged_folder)["work"] == "w"
+
+
+def test_lease_anew_on_a_damaged_folder_empties_it(damaged_folder: LocalStorage) -> None:
+    with take(damaged_folder, judge=lambda: judged(damaged_folder), anew=True):
+        assert damaged_folder.list() == [LEASE]
+
+
+def test_lease_after_waiting_for_the_one_who_mended_removes_nothing(damaged_folder: LocalStorage, alive_pid: int) -> None:
+    hold(damaged_folder, alive_pid)
+
+    def mended() -> None:
+        damaged_folder.remove(DAMAGED)
+        damaged_folder.remove(LEASE)
+
+    threading.Timer(0.2, mended).start()
+    before = set(damaged_folder.list())
+    with take(damaged_folder, judge=lambda: judged(damaged_folder)):
+        assert set(damaged_folder.list()) == before - {DAMAGED}
+
+
+@pytest.mark.parametrize("num_removed", range(6))
+def test_lease_killed_while_it_mends_loses_nothing_else_and_forgets_no_damage(
+    damaged_folder: LocalStorage, monkeypatch: pytest.MonkeyPatch, gone_pid: int, num_removed: int
+) -> None:
+    remove, left = damaged_folder.remove, []
+
+    def die(name: str) -> None:
+        left.append(read_lease(damaged_folder)["work"])
+        if len(left) > num_removed:
+            raise KeyboardInterrupt
+        remove(name)
+
+    monkeypatch.setattr(damaged_folder, "remove", die)
+    with pytest.raises(KeyboardInterrupt), take(damaged_folder, judge=lambda: judged(damaged_folder)):
+        pass
+    monkeypatch.undo()
+    monkeypatch.setattr(lease_module, "SETTLE_SECONDS", 0.0)
+    hold(damaged_folder, gone_pid, work=left[-1])  # as SIGKILL leaves it
+    with take(damaged_folder, judge=lambda: judged(damaged_folder)):
+        assert damaged_folder.list() == WHOLE
