@@ -1,5 +1,6 @@
 """`python -m pipelines [overrides]`: composes the config, plans, and runs what is missing.
 
+A target cache that would not fit where it is to lie is refused here, before anything is begun (sizing.py).
 Nothing heavy is imported before the plan is known: with nothing to do, neither torch nor Ray is ever loaded.
 Exit status: 0 done, 1 a step failed, 2 the request itself is wrong, 130 interrupted.
 """
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dspark.storage import Storage
-from pipelines import flow, runner, targets
+from pipelines import flow, runner, sizing, targets
 from pipelines.backends.object_store import open_storage
 from pipelines.config import hydra_main
 from pipelines.lease import holder
@@ -26,6 +27,9 @@ def main(settings: Settings, plain: dict[str, Any], screen: RichScreen) -> None:
         screen.status(planned, root.uri, _states(planned, root))
         return
     screen.plan(planned, root.uri)
+    if size := sizing.estimate(settings, planned, root):
+        screen.cache_size(size, settings.stage.cache_targets)
+        sizing.require_room(size, settings.stage.cache_targets)
     if settings.mode == "plan":
         return
     has_work = not all(item.verdict.is_hit for item in planned)

@@ -140,6 +140,22 @@ def _check(settings: Settings) -> None:
         ("stage.train.num_steps", stage.train.num_steps),
     ):
         require(value >= 1, path, value, "must be at least 1", f"{path}=1")
+    cache = stage.cache_targets
+    for path, value, example in (
+        ("target.width", settings.target.width, "<the target's hidden_size>"),
+        ("stage.cache_targets.num_top_logits", cache.num_top_logits, "64"),
+        ("stage.cache_targets.window_bytes", cache.window_bytes, "2000000000"),
+        ("stage.cache_targets.assumed_prompt_tokens", cache.assumed_prompt_tokens, "45"),
+        ("stage.cache_targets.assumed_response_tokens", cache.assumed_response_tokens, "110"),
+    ):
+        require(value >= 1, path, value, "must be at least 1", f"{path}={example}")
+    require(
+        cache.max_bytes is None or cache.max_bytes > 0,
+        "stage.cache_targets.max_bytes",
+        cache.max_bytes,
+        "must be above 0, or null for no limit",
+        "stage.cache_targets.max_bytes=null",
+    )
     for name in ("lr", "muon_lr", "clip_norm", "batch_sequences", "num_anchors", "select_every_steps", "checkpoint_every_steps"):
         value = getattr(stage.train, name)
         require(value is None or value > 0, f"stage.train.{name}", value, "must be above 0", f"stage.train.{name}=<a positive number>")

@@ -1,7 +1,7 @@
 """What a person sees: the plan, bars while steps run, a summary, and one screen when something fails.
 
     screen = RichScreen()
-    screen.plan(planned, root.uri)                     # hit or run, and why
+    screen.plan(planned, root.uri)                     # hit or run, and why; then .cache_size(size, stage)
     screen.summary(run(planned, root, ..., screen))    # or screen.failure(error), .config_error(error), .interrupted()
 
 Without a terminal (a log file, CI) the bars become plain lines, one every 10 s. Texts are printed as they are: square
@@ -25,6 +25,8 @@ from rich.text import Text
 from pipelines.artifacts import Drafter, Release
 from pipelines.dag import Artifact, Step
 from pipelines.runner import Planned, Progress, StepFailed
+from pipelines.settings import CacheTargetsStage
+from pipelines.sizing import CacheSize, units
 
 PLAIN_WIDTH = 160  # columns of a table where there is no terminal
 PLAIN_LINE_SECONDS = 10.0
@@ -55,6 +57,26 @@ class RichScreen:
             table.add_row(item.step.name, word, item.verdict.reason, item.step.folder)
         self._console.print(table)
         self._line(f"folders are below {self._root_uri}")
+
+    def cache_size(self, size: CacheSize, stage: CacheTargetsStage) -> None:
+        """What the cache that is to be made will take, in every form, beside DeepSpec's for the same tokens."""
+        rows, tokens = size.rows, size.tokens
+        table = _table("target cache", "bytes/token", "total", "")
+        for name, num_bytes in (*size.forms.items(), ("DeepSpec's", size.deepspec_bytes)):
+            word = Text("chosen", "yellow") if name == size.chosen else Text("")
+            table.add_row(name, f"{num_bytes / max(tokens, 1):,.0f}", units(num_bytes), word)
+        self._line("")
+        self._console.print(table)
+        self._line(f"rows: {rows.count:,}  tokens: {tokens:,} ({rows.prompt_tokens:,} prompt + {rows.response_tokens:,} response)")
+        self._line(f"how: {rows.how}")
+        free = "unknown" if size.free_bytes is None else units(size.free_bytes)
+        self._line(f"free space: {free}" + (f", beside {units(size.stored_bytes)} stored already" if size.stored_bytes else ""))
+        if stage.mode == "stream":
+            self._line(
+                f"stream: nothing is stored; stage.cache_targets.window_bytes={stage.window_bytes} ({units(stage.window_bytes)}) are kept at most"
+            )
+        elif stage.compression != "none":
+            self._line(f"before compression: {stage.compression} makes it smaller")
 
     def status(self, planned: Sequence[Planned], root_uri: str, states: Mapping[str, str]) -> None:
         """What is there of each step; `states` says it of those that are not finished."""

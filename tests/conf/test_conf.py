@@ -64,6 +64,13 @@ def test_choice_of_a_group_composes(group: str, choice: str) -> None:
         (["cluster.train_engine=deepspeed", "cluster.executor=local"], ["cluster.train_engine", "cluster=ray"]),
         (["stage.evaluate.settings=[{temperature: 1.0, draft_mode: probabilistic, ablation: null, top: 1}]"], ["stage.evaluate.settings.0.top", "unknown"]),
         (["stage.evaluate.max_new_tokens=100000"], ["stage.evaluate.max_new_tokens", "1023"]),
+        (["stage.cache_targets.max_bytes=0"], ["stage.cache_targets.max_bytes: 0", "above 0", "null"]),
+        (["stage.cache_targets.window_bytes=0"], ["stage.cache_targets.window_bytes: 0", "at least 1", "2000000000"]),
+        (["stage.cache_targets.num_top_logits=0"], ["stage.cache_targets.num_top_logits: 0", "at least 1"]),
+        (["stage.cache_targets.assumed_prompt_tokens=0"], ["stage.cache_targets.assumed_prompt_tokens: 0", "at least 1"]),
+        (["stage.cache_targets.assumed_response_tokens=-1"], ["stage.cache_targets.assumed_response_tokens: -1", "at least 1"]),
+        (["target.width=0"], ["target.width: 0", "at least 1", "hidden_size"]),
+        (["stage.cache_targets.dtype=fp4"], ["stage.cache_targets.dtype: 'fp4'", "'bf16' or 'fp8'"]),
         (["nonsense"], ["nonsense", "overrides look like"]),
     ],
 )  # fmt: skip
@@ -73,6 +80,11 @@ def test_wrong_setting_is_answered_with_field_and_fix(overrides: list[str], expe
     text = str(caught.value)
     assert all(part in text for part in [*expected, "Fix:"]), text
     assert len(text) < 600
+
+
+@pytest.mark.parametrize("overrides", [["stage.cache_targets.mode=stream"], ["stage.cache_targets.max_bytes=1"]])
+def test_setting_of_the_cache_that_needs_nothing_else_composes(overrides: list[str]) -> None:
+    assert flow.build(compose(overrides)[0])
 
 
 def test_fingerprint_changes_with_identity_and_not_with_execution() -> None:
