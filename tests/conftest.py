@@ -1,10 +1,14 @@
-"""What several test folders share: the cases of the shared folder, and a tiny random target on disk."""
+"""What several test folders share: the cases of the shared folder, a tiny random target on disk, and an S3 server."""
 
 import json
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.s3_servers import FaultProxy, JuicefsGateway
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
@@ -26,6 +30,37 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny_target")
     model.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def juicefs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JuicefsGateway]:
+    """A running S3 gateway with the bucket `drafters`. A test that kills it starts it again."""
+    folder = tmp_path_factory.mktemp("juicefs")
+    gateway = JuicefsGateway(folder)
+    gateway.start()
+    gateway.make_bucket("drafters")
+    yield gateway
+    gateway.stop()
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def s3(juicefs: JuicefsGateway, monkeypatch: pytest.MonkeyPatch) -> JuicefsGateway:
+    """The gateway, with this process's environment pointing at it."""
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in juicefs.environment.items():
+        monkeypatch.setenv(name, value)
+    return juicefs
+
+
+@pytest.fixture
+def s3_proxy(s3: JuicefsGateway, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    """A proxy before the gateway, with this process's environment pointing at the proxy."""
+    proxy = FaultProxy(s3.url)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+    yield proxy
+    proxy.close()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
