@@ -256,11 +256,12 @@ def test_error_of_a_step_is_raised_when_that_step_is_asked_for():
             raise ValueError("row 17 is damaged")
         return step
 
-    seen = []
+    values = iter(Ahead(make, 0, 9, depth=3))
+    seen = [next(values)]
+    time.sleep(0.05)  # the error is there before its step is asked for
+    seen += itertools.islice(values, 3)
     with pytest.raises(ValueError, match="row 17 is damaged"):
-        for value in Ahead(make, 0, 9, depth=3):
-            seen.append(value)
-            time.sleep(0.005)  # the error is there before its step is asked for
+        next(values)
     assert seen == [0, 1, 2, 3]
 
 

@@ -1,5 +1,7 @@
 """The drafters: training pass against a dense oracle, what a block may see, and the decoding pass against the training pass."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -7,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspark.blocks import attention_mask
-from dspark.drafters.base import DraftSampling, TrainingBatch
+from dspark.drafters.base import BlockOutput, DraftSampling, TrainingBatch
 from dspark.drafters.dflash import INIT_STD
+from dspark.losses import block_losses, loss_weights, total_loss
 from dspark.sampling import distribution, draw
 from tests import oracles
 from tests.dspark import tiny
@@ -22,7 +25,7 @@ def _batch(anchors_BA, num_tokens, seed=0):
     normal = [torch.from_numpy(generator.normal(0.0, 1.0, size)) for size in ((B, num_tokens, L, D), (B, A, K, D), (B, A, K))]
     previous, label = (torch.from_numpy(generator.integers(0, tiny.MASK, (B, A, K))) for _ in range(2))
     valid = torch.ones(B, A, K, dtype=torch.bool)
-    return TrainingBatch(normal[0], torch.tensor(anchors_BA), previous, label, valid, normal[1], normal[2] + 5.0)
+    return TrainingBatch(normal[0], torch.tensor(anchors_BA), previous, label, valid, normal[2] + 5.0, normal[1])
 
 
 @pytest.mark.parametrize("shape", [tiny.SHAPE, tiny.CAPPED], ids=["plain", "soft_capped"])
@@ -49,6 +52,78 @@ def test_target_distribution_over_a_reduced_vocabulary_keeps_its_full_normaliser
     found = drafter.target_log_probs(batch).exp()
     assert torch.allclose(found, logits.softmax(-1)[..., tiny.REDUCED], atol=1e-13)
     assert found.sum(-1).min() < 0.5
+
+
+def _with_logits(batch, shape, num_best=None):
+    """The batch with the target's log-sum-exp; with `num_best`, its best logits in place of its final states."""
+    logits = oracles.soft_cap(batch.final_BAKD @ tiny.tables(shape).lm_head_VD.T, shape.logit_soft_cap)
+    batch = dataclasses.replace(batch, log_sum_exp_BAK=logits.logsumexp(-1))
+    if num_best is None:
+        return batch
+    best = logits.topk(num_best)
+    return dataclasses.replace(batch, final_BAKD=None, top_ids_BAKC=best.indices, top_logits_BAKC=best.values)
+
+
+@pytest.mark.parametrize("shape", [tiny.SHAPE, tiny.CAPPED], ids=["plain", "soft_capped"])
+@pytest.mark.parametrize("draft_ids", [None, tiny.REDUCED], ids=["whole", "reduced"])
+def test_target_distribution_from_best_logits_is_the_dense_one_at_their_ids_and_nothing_elsewhere(draft_ids, shape):
+    drafter, batch = tiny.drafter("dspark", draft_ids, shape), _batch([[2, 3], [1, 4]], num_tokens=4)
+    dense, best = drafter.target_log_probs(_with_logits(batch, shape)), _with_logits(batch, shape, num_best=6)
+    found, num_kept, ids = drafter.target_log_probs(best), 0, drafter.draft_ids_W.tolist()
+    for place in np.ndindex(2, 2, K):
+        kept = best.top_ids_BAKC[place].tolist()
+        for w, token in enumerate(ids):
+            num_kept += token in kept
+            assert float(found[(*place, w)]) == (pytest.approx(float(dense[(*place, w)]), abs=1e-12) if token in kept else -torch.inf)
+    assert (num_kept == 6 * 16) == (draft_ids is None)  # of the best, some lie outside a reduced vocabulary
+    assert num_kept > 16
+
+
+def test_target_distribution_from_best_logits_survives_padding():
+    """Rows that do not count hold id 0 again and again, with a logit of minus infinity."""
+    drafter, batch = tiny.drafter("dspark", tiny.REDUCED), _with_logits(_batch([[2, 3]], num_tokens=3), tiny.SHAPE, num_best=4)
+    batch.top_ids_BAKC[0, 1], batch.top_logits_BAKC[0, 1], batch.log_sum_exp_BAK[0, 1] = 0, -torch.inf, 0.0
+    found = drafter.target_log_probs(batch)
+    assert (found[0, 1] == -torch.inf).all()
+    assert torch.isfinite(found[0, 0]).any()
+
+
+def _total(drafter, batch, output):
+    config = tiny.TRAINING.loss
+    weights = loss_weights(batch, drafter.draft_ids_W, config, torch.float64)
+    sums = block_losses(output, drafter.target_log_probs(batch), weights, batch.valid_BAK)
+    return total_loss(sums, weights.sum, weights.sum_ce, config), sums
+
+
+@pytest.mark.parametrize("draft_ids", [None, tiny.REDUCED], ids=["whole", "reduced"])
+def test_loss_from_every_logit_equals_the_loss_from_final_states(draft_ids):
+    drafter, batch = tiny.drafter("dspark", draft_ids), _batch([[2, 3], [1, 4]], num_tokens=4)
+    gradients, totals = [], []
+    for num_best in (None, tiny.SHAPE.vocab_size):
+        given_batch = _with_logits(batch, tiny.SHAPE, num_best)
+        drafter.zero_grad()
+        total, _ = _total(drafter, given_batch, drafter(given_batch))
+        total.backward()
+        totals.append(total.item())
+        gradients.append(torch.cat([p.grad.flatten() for p in drafter.parameters()]))
+    assert totals[1] == pytest.approx(totals[0], rel=1e-12)
+    assert torch.allclose(gradients[1], gradients[0], rtol=1e-9, atol=1e-12)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 9999), num_best=st.integers(1, tiny.SHAPE.vocab_size), scale=st.floats(0.0, 4.0), is_reduced=st.booleans())
+def test_total_variation_from_best_logits_is_off_by_no_more_than_the_missing_mass(seed, num_best, scale, is_reduced):
+    drafter, batch = tiny.drafter("dspark", tiny.REDUCED if is_reduced else None), _batch([[2]], num_tokens=2, seed=seed)
+    batch = dataclasses.replace(batch, final_BAKD=batch.final_BAKD * scale)
+    draft = torch.from_numpy(np.random.default_rng(seed).normal(0.0, 2.0, (1, 1, K, len(drafter.draft_ids_W))))
+    best = _with_logits(batch, tiny.SHAPE, num_best)
+    missing_K = 1.0 - (best.top_logits_BAKC - best.log_sum_exp_BAK[..., None]).exp().sum(-1)[0, 0]
+    accepted = [
+        _total(drafter, part, BlockOutput(draft, None))[1].accept_sum_K for part in (_with_logits(batch, tiny.SHAPE), best)
+    ]  # one block: at every position 1 - TV of its only row
+    apart_K = accepted[0] - accepted[1]
+    assert (apart_K >= -1e-12).all()  # what is missing counts as rejected
+    assert (apart_K <= missing_K + 1e-12).all()
 
 
 _anchors = st.lists(st.integers(0, 9), min_size=1, max_size=4)

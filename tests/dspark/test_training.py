@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from dspark.blocks import attention_mask
-from dspark.data import build_batch, rows_of_step
+from dspark.cache import CacheFormat
+from dspark.data import RowDraw, build_batch
 from dspark.losses import block_losses, loss_weights, total_loss
 from dspark.storage import LocalStorage
-from dspark.training import LocalEngine, TrainingData, schedule, train
+from dspark.training import LocalEngine, schedule, train
 from tests import oracles
 from tests.dspark import tiny
 
@@ -22,10 +23,10 @@ GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 REWRITE = "DSPARK_REWRITE_GOLDEN"  # DSPARK_REWRITE_GOLDEN=1 pytest tests/dspark/test_training.py -k golden
 
 
-def _data(folder, sequences=None):
-    cache = tiny.write_cache(folder / "cache", tiny.rows() if sequences is None else sequences)
-    train_rows, select_rows = ([i for i, s in enumerate(cache.column("split")) if s == split] for split in ("train", "select"))
-    return TrainingData(cache, train_rows, select_rows, tiny.BLOCK)
+def _data(folder, sequences=None, form=tiny.FORM, **order):
+    """`order`: window_shards or row_uses other than the tiny ones."""
+    cache = tiny.write_cache(folder / "cache", tiny.rows(form=form) if sequences is None else sequences, form=form)
+    return tiny.training_data(cache, _config(**order))
 
 
 @pytest.fixture
@@ -67,8 +68,8 @@ def test_first_step_has_the_loss_of_the_oracle_from_cache_to_total(data, tmp_pat
     config = _config(num_steps=1, select_every_steps=1)
     found = Run(data, config, tmp_path, micro=2, draft_ids=draft_ids).curves[0]
     drafter, rows = tiny.drafter("dspark", draft_ids), []
-    for draw in rows_of_step(0, len(data.train_rows), config.batch_sequences, config.seed):
-        row = data.cache[data.train_rows[draw.row]]
+    draws = data.order.draws(0, config.batch_sequences)
+    for row, draw in zip(data.train.read(draws), draws, strict=True):
         one = build_batch([(row, draw.anchor_seed)], config.num_anchors, tiny.BLOCK)
         anchors, tapped = one.anchors_BA[0].tolist(), one.tapped_BTLD[0].double()
         mask = attention_mask(one.anchors_BA[0].numpy(), len(tapped), tiny.BLOCK)
@@ -81,11 +82,12 @@ def test_first_step_has_the_loss_of_the_oracle_from_cache_to_total(data, tmp_pat
     assert found["train_accepted_length"] == pytest.approx(loss.accepted_length(), rel=1e-6)
 
 
-def test_step_of_the_engine_equals_adamw_written_out(data):
+def test_step_of_the_engine_equals_adamw_written_out():
     config = _config(lr=1e-2, weight_decay=0.1, clip_norm=0.05)
     drafter = tiny.drafter("dspark")
     engine = LocalEngine(drafter, config, 1)
-    batch = build_batch([(data.cache[0], (1,)), (data.cache[1], (2,))], 6, tiny.BLOCK).to(engine.device, torch.float64)
+    rows = tiny.rows(2, 0)
+    batch = build_batch([(rows[0], (1,)), (rows[1], (2,))], 6, tiny.BLOCK).to(engine.device, torch.float64)
     weights = loss_weights(batch, drafter.draft_ids_W, config.loss, torch.float64)
     wanted = {name: p.detach().clone() for name, p in drafter.named_parameters()}
     first, second = ({name: torch.zeros_like(p) for name, p in wanted.items()} for _ in range(2))
@@ -269,12 +271,13 @@ def _two_ranks(data, config, folder):
     return runs[0], runs[1]
 
 
+@pytest.mark.parametrize("order", [{}, {"window_shards": 1, "row_uses": 2}], ids=["once", "window_twice"])
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
-def test_two_ranks_give_the_losses_of_one_though_one_rank_has_less_supervision(tmp_path):
+def test_two_ranks_give_the_losses_of_one_though_one_rank_has_less_supervision(tmp_path, order):
     """Every second sequence has no anchor at all or few: means over ranks would differ from the global ratio. Of the five
     select rows the last finds the second rank without one."""
     masks = [tiny.loss_mask(3, 14 if i % 2 else 1 + i % 4) for i in range(8)]
-    data = _data(tmp_path, [tiny.row(f"row-{i}", mask, i) for i, mask in enumerate(masks)] + tiny.rows(0, 5))
+    data = _data(tmp_path, [tiny.row(f"row-{i}", mask, i) for i, mask in enumerate(masks)] + tiny.rows(0, 5), **order)
     config = _config(num_steps=6)
     one, two = Run(data, config, tmp_path / "one"), _two_ranks(data, config, tmp_path)
     for rank in two:
@@ -340,7 +343,7 @@ def test_loss_that_is_not_finite_stops_and_names_its_rows(data, tmp_path, broken
 
     monkeypatch.setattr(tiny, "drafter", poisoned)
     config = _config(num_steps=2)
-    names = [data.cache[d.row].row_id for d in rows_of_step(0, 8, 4, config.seed)]
+    names = [row.row_id for row in data.train.read(data.order.draws(0, 4))]
     with pytest.raises(ValueError, match=rf"training step 1: loss nan.*rows \['{names[0]}'.*'{names[3]}'\]\. Fix: lower stage.train.lr"):
         Run(data, config, tmp_path)
 
@@ -382,12 +385,92 @@ def test_selection_runs_no_larger_batches_than_training(data, tmp_path):
 def test_selection_covers_every_select_row_with_the_oracles_length(data, tmp_path):
     drafter, lengths = tiny.drafter("dspark"), []
     run = Run(data, _config(num_steps=1, lr=0.0), tmp_path)
-    for n in data.select_rows:
-        batch = build_batch([(data.cache[n], (980406, n))], tiny.TRAINING.num_anchors, tiny.BLOCK).to(torch.device("cpu"), torch.float64)
+    assert data.num_select == 3
+    for n, row in enumerate(data.select.read([RowDraw(n, n, ()) for n in range(3)])):
+        assert row.split == "select"
+        batch = build_batch([(row, (980406, n))], tiny.TRAINING.num_anchors, tiny.BLOCK).to(torch.device("cpu"), torch.float64)
         p_draft, p_target = drafter(batch).draft_logits_BAKW[0].detach().softmax(-1), drafter.target_log_probs(batch)[0].exp()
         accept = torch.minimum(p_draft, p_target).sum(-1) * batch.valid_BAK[0]
         lengths += [sum(float(row[: k + 1].prod()) for k in range(tiny.BLOCK)) for row in accept]
     assert run.curves[0]["select_accepted_length"] == pytest.approx(1.0 + sum(lengths) / len(lengths), rel=1e-6)
+
+
+# --- where rows come from, and in which form --------------------------------------------------------------------------------
+
+
+def test_rows_below_what_was_given_up_are_never_asked_for_and_each_slot_is_read_once(data, tmp_path):
+    """What a stream relies on: it removes the rows of slots that every rank has given up."""
+
+    class Watched:
+        def __init__(self, source):
+            self.source, self.read_slots, self.ends = source, [], []
+
+        def read(self, draws):
+            self.read_slots += [draw.slot for draw in draws]
+            assert min(draw.slot for draw in draws) >= self.ends[-1]
+            return self.source.read(draws)
+
+        def used(self, end_slot):
+            assert end_slot > max(self.read_slots, default=-1)
+            self.ends.append(end_slot)
+
+    watched = Watched(data.train)
+    Run(dataclasses.replace(data, train=watched), _config(num_steps=9), tmp_path, micro=2)
+    assert watched.read_slots == list(range(36))
+    assert watched.ends == list(range(0, 37, 4))
+
+
+def test_training_resumed_reads_on_from_its_step(data, tmp_path):
+    read, original = [], data.train.read
+    with pytest.raises(Stop):
+        Run(data, _config(checkpoint_every_steps=4), tmp_path, on_step=_stop_after(9))
+    data.train.read = lambda draws: read.extend(draw.slot for draw in draws) or original(draws)
+    Run(data, _config(checkpoint_every_steps=4), tmp_path, seed=99)
+    assert read == list(range(8 * 4, 20 * 4))
+
+
+@pytest.mark.parametrize(("window_shards", "row_uses"), [(1, 1), (1, 3), (8, 2)])
+def test_training_that_uses_windows_several_times_is_resumed_bit_for_bit(tmp_path, window_shards, row_uses):
+    data = _data(tmp_path, window_shards=window_shards, row_uses=row_uses)
+    config = _config(num_steps=12, checkpoint_every_steps=5)
+    whole = Run(data, config, tmp_path / "whole")
+    with pytest.raises(Stop):
+        Run(data, config, tmp_path / "stopped", on_step=_stop_after(8))
+    again = tiny.training_data(data.train._cache, _config(window_shards=window_shards, row_uses=row_uses))  # another process
+    resumed = Run(again, config, tmp_path / "stopped", seed=99)
+    assert resumed.curves == whole.curves
+    assert _equal(resumed.weights, whole.weights)
+
+
+def test_training_from_fp8_states_stays_near_the_one_from_bf16(tmp_path):
+    losses = {}
+    for name, form in (("bf16", tiny.FORM), ("fp8", tiny.FP8)):
+        losses[name] = np.array(Run(_data(tmp_path / name, form=form), _config(), tmp_path / name).column("loss"))
+    moved = losses["bf16"][0] - losses["bf16"][-1]
+    apart = np.abs(losses["fp8"] - losses["bf16"])
+    assert moved > 0.1
+    assert 0 < apart.max() < 0.1 * moved
+
+
+def test_training_from_every_logit_equals_the_one_from_final_states(tmp_path):
+    """C = V: nothing is missing, but logits are stored in fp32."""
+    form = CacheFormat("bf16", "topk", tiny.SHAPE.vocab_size)
+    for draft_ids in (None, tiny.REDUCED):
+        where = tmp_path / ("whole" if draft_ids is None else "reduced")
+        final, topk = (Run(_data(where / f.logits, form=f), _config(), where / f.logits, draft_ids=draft_ids) for f in (tiny.FORM, form))
+        for name in ("loss", "loss_ce", "loss_tv", "loss_confidence", "grad_norm", "train_accepted_length"):
+            assert topk.column(name) == pytest.approx(final.column(name), rel=1e-5), name
+
+
+def test_training_from_the_best_logits_differs_by_no_more_than_the_mass_that_they_miss(tmp_path):
+    form, missing = CacheFormat("bf16", "topk", 8), []
+    for row in tiny.rows(form=form):
+        missing += (1.0 - np.exp(row.top_logits_SC.astype(np.float64) - row.log_sum_exp_S[:, None]).sum(-1)).tolist()
+    final, topk = (Run(_data(tmp_path / f.logits, form=f), _config(), tmp_path / f.logits) for f in (tiny.FORM, form))
+    assert 0 < topk.curves[0]["loss_tv"] - final.curves[0]["loss_tv"] <= 2 * max(missing)  # L1 is twice the total variation
+    assert topk.curves[0]["loss_ce"] == final.curves[0]["loss_ce"]
+    assert topk.column("loss")[-1] < 0.95 * topk.column("loss")[0]
+    assert topk.column("loss") == pytest.approx(final.column("loss"), rel=0.1)
 
 
 # --- golden curves ------------------------------------------------------------------------------------------------------
