@@ -29,6 +29,7 @@ from pipelines.runner import Planned
 from pipelines.settings import CacheTargetsStage, Settings
 
 SPLITS = ("train", "select")  # of the prompts, whose answers are cached
+STREAM_FOLDER = "stream"  # of a training's folder, where its window lies (stream.py)
 FRAMING_BYTES = 1200  # of a row: eight columns of an Arrow record batch, its footer entry and its receipt
 MAX_RECEIPTS = 16  # read of an unfinished corpus: shards are random samples of the prompts
 
@@ -66,19 +67,25 @@ class CacheSize:
 def estimate(settings: Settings, planned: Sequence[Planned], root: Storage) -> CacheSize | None:
     """The cache that `planned` is about to make below `root`; None when it makes none (a hit, or not asked for).
 
-    Its rows are, first that applies: exact (the corpus is there), measured (on shards of an unfinished corpus), or assumed.
+    A streamed one is made in passing whenever training runs. Its rows are, first that applies: exact (the corpus is there),
+    measured (on shards of an unfinished corpus), or assumed.
     """
     stage, target, by_name = settings.stage.cache_targets, settings.target, {item.step.name: item for item in planned}
-    cache = by_name.get("cache_targets")
-    if cache is None or cache.verdict.is_hit:
+    cache, train = by_name.get("cache_targets"), by_name.get("train")
+    if cache is None or (cache.verdict.is_hit and not cache.verdict.is_streamed):
         return None
+    prefix = f"{cache.step.folder}/"
+    if cache.verdict.is_streamed:
+        if train is None or train.verdict.is_hit:
+            return None
+        prefix = f"{train.step.folder}/{STREAM_FOLDER}/"
     corpus = by_name["regenerate"]
     if corpus.verdict.record:
         rows = corpus_rows(corpus.verdict.record["metrics"], stage)
     else:
         num_prompts, said = _num_prompts(settings, by_name["prompts"])
         rows = _sampled_rows(root, corpus.step, num_prompts, said) or _assumed_rows(settings, num_prompts, said)
-    return measure(stage, target.width, len(target.tapped_layers), rows, root, f"{cache.step.folder}/")
+    return measure(stage, target.width, len(target.tapped_layers), rows, root, prefix)
 
 
 def corpus_rows(metrics: Mapping[str, float], stage: CacheTargetsStage) -> Rows:

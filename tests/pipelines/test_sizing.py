@@ -204,6 +204,23 @@ def test_estimate_of_a_plan_that_ends_before_the_cache_is_none(tmp_path: Path) -
     assert estimated(tiny("until=regenerate"), tmp_path) is None
 
 
+def test_estimate_of_a_stream_is_that_of_a_training_that_will_run(tmp_path: Path) -> None:
+    settings = tiny("stage.cache_targets.mode=stream")
+    put_record(settings, tmp_path, "prompts", train=24.0, select=8.0)
+    put_record(settings, tmp_path, "regenerate", rows=31.0, response_tokens=700.0, prompt_tokens=2500.0)
+    steps, store = flow.build(settings), Store(tmp_path)
+    by_name = {step.name: step for step in steps}
+    store.put(f"{by_name['train'].folder}/stream/shard-00000.arrow", bytes(77))
+    store.put(f"{by_name['train'].folder}/checkpoint", bytes(5))
+    planned = runner.plan(steps, store)
+    size = estimate(settings, planned, store)
+    assert size is not None
+    assert (size.rows.count, size.stored_bytes) == (31, 77)
+    made = [replace(item, verdict=replace(item.verdict, is_hit=item.step.name == "train" or item.verdict.is_hit)) for item in planned]
+    assert estimate(settings, made, store) is None
+    assert estimated(tiny("stage.cache_targets.mode=stream", "until=cache_targets"), tmp_path) is None
+
+
 def test_estimate_counts_what_an_interrupted_step_has_stored(tmp_path: Path) -> None:
     step = next(step for step in flow.build(tiny()) if step.name == "cache_targets")
     LocalStorage(str(tmp_path)).put(f"{step.folder}/shard-00000.arrow", bytes(1234))
