@@ -2,37 +2,44 @@
 
 The order of rows is known before any state is (`RowOrder`), so the engines capture rows in the very order in which training
 first uses them. Rows of one *unit* become one shard of the ordinary layout (dspark/cache.py) below `stream/` of the training's
-folder; the driver begins a unit when it fits beside what is there, and removes it when every rank has used it for the last
-time. The select rows come first and stay. What training sees is what a stored cache of the same order would give it.
+folder. The select rows come first and stay; then the window holds the units that training needs next, as many as fit, and
+each is removed once every rank has used it for the last time. What training sees is what a stored cache would give it.
 
     driver                                        each rank
-    Window.begin()  -> units that fit             StreamedRows.read(draws)   waits for the unit's receipt
+    Window.begin()  -> what is wanted next        StreamedRows.read(draws)   waits for the unit's receipt
     Window.made(...)                              StreamedRows.used(slot)    -> rank-00000.json
-    removes units that all ranks are through with
+    removes what is not wanted any more
 
-A rank that starts again from a checkpoint says so in its file; units that it needs once more are made once more. A driver
-that starts again finds the units of the interrupted one. Trouble of an engine is left in `failed.json` for the ranks to find.
+A rank that starts again from a checkpoint says so in its file; what it needs once more is made once more, and what does not
+fit beside it goes. A driver that starts again finds the units of the interrupted one. `engines.json` is there as long as
+somebody makes units: without it, waiting for one is over.
 """
 
 import json
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
-from dspark.cache import CacheRow, ShardReader
+from dspark.cache import NUM_READERS, CacheRow, ShardReader
 from dspark.data import RowDraw, RowOrder
 from dspark.data import Unit as OrderUnit
-from dspark.storage import Storage
+from dspark.storage import LocalStorage, Storage
 from pipelines.backends.object_store import open_storage
 from pipelines.runner import Failed, Work
+from pipelines.sizing import FRAMING_BYTES
 from pipelines.sizing import units as words
-from pipelines.stages.cache_targets import SHARD_BYTES, CorpusRow, Made, Settings, Unit, cut
+from pipelines.stages.cache_targets import MAX_POISONED_FRACTION, SHARD_BYTES, CorpusRow, Made, Settings, Unit, cut
 
 FOLDER = "stream"
-FAILED = "failed.json"
-POLL_SECONDS = 0.1
+ENGINES = "engines.json"
+SHARD_HEAD_BYTES = 6000  # of a shard and its receipt, whatever its rows are
+POLL_SECONDS = 0.02  # at first; a wait is found to be over after another tenth of it, at most
+MAX_POLL_SECONDS = 1.0
 WAIT_SECONDS = 1800.0  # for one unit
 
 
@@ -65,7 +72,21 @@ def unit_bytes(window_bytes: int) -> int:
     return min(SHARD_BYTES, max(window_bytes // 8, 1))
 
 
+def unit_name(unit: OrderUnit) -> str:
+    """Says which rows they are: of the same order, another width of the window may have cut others."""
+    return f"unit-{unit.first_slot:09d}-{len(unit.rows)}"
+
+
 # --- the ranks ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A row of a shard that may not be there yet."""
+
+    shard: str
+    row_id: str
+    index: int
 
 
 class _Shards:
@@ -73,64 +94,98 @@ class _Shards:
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        self._open: dict[str, ShardReader] = {}
+        self._open: dict[str, tuple[ShardReader, dict[str, int]]] = {}  # with the place of each row
+        self._pool = None if isinstance(storage, LocalStorage) else ThreadPoolExecutor(NUM_READERS)
 
-    def read(self, name: str, row_id: str, index: int) -> CacheRow:
-        """The row, waited for; the one before it when it was set aside, so that a batch keeps its size."""
-        reader = self._open.get(name) or self._open.setdefault(name, self._wait(name))
-        places = {entry.row_id: i for i, entry in enumerate(reader.entries)}
-        if not places:
-            raise ValueError(f"{self._storage.uri}/{name}.json: every row was set aside. Fix: look at their reasons there")
-        return reader.read(places.get(row_id, min(max(index - 1, 0), len(places) - 1)))
+    def read(self, places: Sequence[_Place]) -> list[CacheRow]:
+        """The rows, waited for. In place of one that was set aside, so that a batch keeps its size: the one before it."""
+        for name in dict.fromkeys(place.shard for place in places):
+            self._shard(name)
+        read = self._pool.map if self._pool else map
+        return list(read(self._read, places))
 
     def drop(self, name: str) -> None:
         self._open.pop(name, None)
 
-    def _wait(self, name: str) -> ShardReader:
-        deadline = time.monotonic() + WAIT_SECONDS
+    def _read(self, place: _Place) -> CacheRow:
+        try:
+            return self._row(place)
+        except ValueError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            self.drop(place.shard)  # it made way for a rank that went back to a checkpoint, and is made again
+            return self._row(place)
+
+    def _row(self, place: _Place) -> CacheRow:
+        reader, rows = self._shard(place.shard)
+        if not rows:  # all of it was set aside: any row that is at hand
+            reader, rows = next((opened for opened in list(self._open.values()) if opened[1]), (reader, rows))
+        if not rows:
+            raise ValueError(f"{self._storage.uri}/{place.shard}.json: every row was set aside. Fix: look at their reasons there")
+        return reader.read(rows.get(place.row_id, min(max(place.index - 1, 0), len(rows) - 1)))
+
+    def _shard(self, name: str) -> tuple[ShardReader, dict[str, int]]:
+        if name not in self._open:
+            reader = ShardReader(self._storage, self._wait(f"{name}.json"))
+            self._open[name] = reader, {entry.row_id: i for i, entry in enumerate(reader.entries)}
+        return self._open[name]
+
+    def _wait(self, receipt: str) -> Mapping[str, Any]:
+        started = time.monotonic()
         while True:
             try:
-                return ShardReader(self._storage, json.loads(self._storage.read(f"{name}.json")))
+                return json.loads(self._storage.read(receipt))
             except FileNotFoundError:
-                if self._storage.exists(FAILED):
-                    raise ValueError(json.loads(self._storage.read(FAILED))["cause"]) from None
-            if time.monotonic() > deadline:
+                if not self._storage.exists(ENGINES):
+                    raise ValueError(f"{self._storage.uri}/{receipt}: the engines of the stream ended before it was made") from None
+            waited = time.monotonic() - started
+            if waited > WAIT_SECONDS:
                 raise ValueError(
-                    f"{self._storage.uri}/{name}: not made within {WAIT_SECONDS:.0f} s. Fix: look at the engines; the same command goes on"
+                    f"{self._storage.uri}/{receipt}: not made within {WAIT_SECONDS:.0f} s. Fix: look whether the engines of the stream run and "
+                    "have room beside the training (cluster.engine_workers, cluster.cpus_per_worker); the same command goes on"
                 )
-            time.sleep(POLL_SECONDS)
+            time.sleep(min(max(waited / 10, POLL_SECONDS), MAX_POLL_SECONDS))
 
 
 class StreamedRows:
     """The rows that are trained on (dspark.data.RowSource)."""
 
     def __init__(self, storage: Storage, plan: StreamPlan, unit_bytes: int, rank: int) -> None:
-        self._storage, self._plan, self._rank = storage, plan, rank
+        self._storage, self._plan, self._file = storage, plan, f"rank-{rank:05d}.json"
         self._shards = _Shards(storage)
-        self._units: Iterator[OrderUnit] = plan.units(unit_bytes)
-        self._next: OrderUnit | None = None
-        self._unit_of: dict[int, tuple[OrderUnit, int]] = {}  # row -> its newest unit, and its place there
+        self._units = plan.units(unit_bytes)
+        self._next = next(self._units)
         self._held: list[OrderUnit] = []
+        self._unit_of: dict[int, tuple[OrderUnit, int]] = {}  # row -> the newest unit that is held, and its place there
+        self._has_begun = False
 
     def read(self, draws: Sequence[RowDraw]) -> list[CacheRow]:
-        return [self._read(draw) for draw in draws]
-
-    def _read(self, draw: RowDraw) -> CacheRow:
-        while self._next is None or self._next.first_slot <= draw.slot:
-            if self._next is not None:
-                self._unit_of |= {row: (self._next, i) for i, row in enumerate(self._next.rows)}
-                self._held.append(self._next)
-            self._next = next(self._units)
-        unit, index = self._unit_of[draw.row]
-        return self._shards.read(unit_name(unit), self._plan.train[draw.row].row_id, index)
+        return self._shards.read([self._place(draw) for draw in draws])
 
     def used(self, end_slot: int) -> None:
+        self._hold(end_slot)  # also those that only other ranks read
         through = [unit for unit in self._held if unit.end_slot <= end_slot]
+        self._held = [unit for unit in self._held if unit.end_slot > end_slot]
         for unit in through:
             self._shards.drop(unit_name(unit))
-        self._held = [unit for unit in self._held if unit.end_slot > end_slot]
-        if through or not self._held:
-            self._storage.put(f"rank-{self._rank:05d}.json", json.dumps({"end_slot": end_slot}).encode())
+            for row in unit.rows:
+                if self._unit_of[row][0] is unit:
+                    del self._unit_of[row]
+        if through or not self._has_begun:
+            self._storage.put(self._file, json.dumps({"end_slot": end_slot}).encode())
+            self._has_begun = True
+
+    def _place(self, draw: RowDraw) -> _Place:
+        self._hold(draw.slot + 1)
+        unit, index = self._unit_of[draw.row]
+        return _Place(unit_name(unit), self._plan.train[draw.row].row_id, index)
+
+    def _hold(self, end_slot: int) -> None:
+        """Takes up the units that are first needed before this slot."""
+        while self._next.first_slot < end_slot:
+            self._held.append(self._next)
+            self._unit_of |= {row: (self._next, i) for i, row in enumerate(self._next.rows)}
+            self._next = next(self._units)
 
 
 class StreamedSelect:
@@ -138,149 +193,196 @@ class StreamedSelect:
 
     def __init__(self, storage: Storage, plan: StreamPlan, unit_bytes: int) -> None:
         self._shards = _Shards(storage)
-        self._places = [(unit.name, row.row_id, i) for unit in plan.select_units(unit_bytes) for i, row in enumerate(unit.rows)]
+        self._places = [_Place(unit.name, row.row_id, i) for unit in plan.select_units(unit_bytes) for i, row in enumerate(unit.rows)]
 
     def read(self, draws: Sequence[RowDraw]) -> list[CacheRow]:
-        return [self._shards.read(*self._places[draw.row]) for draw in draws]
+        return self._shards.read([self._places[draw.row] for draw in draws])
 
     def used(self, end_slot: int) -> None:
         """They are asked for again and again."""
 
 
-def unit_name(unit: OrderUnit) -> str:
-    """Says which rows they are: of the same order, another width of the window may have cut others."""
-    return f"unit-{unit.first_slot:09d}-{len(unit.rows)}"
-
-
 # --- the driver -----------------------------------------------------------------------------------------------------
 
 
+class _Over(Exception):  # noqa: N818 - nothing went wrong
+    """Raised into the engines' loop when nobody reads any more, whatever they are at."""
+
+
+@dataclass(frozen=True)
+class _Sized:
+    unit: Unit
+    num_bytes: int  # at most, with its receipt
+
+    @staticmethod
+    def of(unit: Unit) -> "_Sized":
+        """Beside its states a row holds nine bytes a token and Arrow's framing."""
+        return _Sized(unit, SHARD_HEAD_BYTES + sum(row.num_bytes * 17 // 16 + FRAMING_BYTES for row in unit.rows))
+
+
 class Window:
-    """What is there, and what comes next. `num_slots`: of the whole training; `batch_slots`: of one step."""
+    """What is there, and what comes next. `num_slots`: of the whole training; `batch_slots`: of one step.
+
+    ValueError when the window cannot hold what one step of this training needs at once.
+    """
 
     def __init__(self, storage: Storage, plan: StreamPlan, window_bytes: int, num_ranks: int, num_slots: int, batch_slots: int) -> None:
-        self._storage, self._plan, self._window_bytes = storage, plan, window_bytes
-        self._num_ranks, self._num_slots, self._batch_slots = num_ranks, num_slots, batch_slots
-        self._source = plan.units(unit_bytes(window_bytes))
-        self._units: list[OrderUnit] = []  # every one so far whose first slot is within the training
+        self._storage, self._plan, self._window_bytes, self._num_ranks, self._num_slots = storage, plan, window_bytes, num_ranks, num_slots
+        self._select = [_Sized.of(unit) for unit in plan.select_units(unit_bytes(window_bytes))]
+        self._require_room(batch_slots)
+        self._source, self._used = self._sized(), 0
+        self._coming: deque[tuple[OrderUnit, _Sized]] = deque()  # from the first unit that is not used up, as far as was looked
         self._sizes: dict[str, int] = {}  # of what is there or being made
         self._made: set[str] = set()
-        self._is_whole = self._is_over = False
-        for name in storage.list("rank-") + storage.list(FAILED):
-            storage.remove(name)
-        for name in storage.list():  # what an interrupted driver left
-            if name.endswith(".json"):
-                self._keep(name.removesuffix(".json"), json.loads(storage.read(name))["bytes"])
-            elif not storage.exists(f"{name.removesuffix('.arrow')}.json"):
-                storage.remove(name)
+        self._is_over = False
+        self.set_aside: set[str] = set()  # rows that the engines returned damaged
+        self._take_over()
 
-    def select_units(self) -> list[Unit]:
-        """Those still to be made."""
-        missing = [unit for unit in self._plan.select_units(unit_bytes(self._window_bytes)) if unit.name not in self._sizes]
-        self._sizes |= {unit.name: sum(row.num_bytes for row in unit.rows) for unit in missing}
-        return missing
-
-    def begin(self) -> Iterator[Unit | None]:
-        """Units in the order of their first use; None while there is nothing to begin. Ends with the training."""
+    def begin(self, num_engines: int) -> Iterator[Unit | None]:
+        """What is wanted, in the order of its first use; None while there is nothing to begin, or as many are being made."""
         while not self._is_over:
-            used = self._used()
-            if used is None:  # a rank has yet to say where it begins
-                yield None
-                continue
-            self._forget(used)
-            unit = next((unit for unit in self._needed(used) if unit_name(unit) not in self._sizes), None)
-            if unit is None or not self._has_room(unit, used):
-                yield None
-                continue
-            rows = tuple(self._plan.train[row] for row in unit.rows)
-            self._sizes[unit_name(unit)] = sum(row.num_bytes for row in rows)
-            yield Unit(unit_name(unit), rows)
+            yield self._next(num_engines)
+        raise _Over
 
     def made(self, made: Made) -> None:
-        self._keep(made.name, made.receipt["bytes"])
+        self._keep(made.name, made.receipt)
+        if len(self.set_aside) > MAX_POISONED_FRACTION * (len(self._plan.train) + len(self._plan.select)):
+            raise ValueError(
+                f"{len(self.set_aside)} rows were set aside for what the engine returned, for example {made.receipt['dropped'][-1:]}. "
+                f"Fix: look at the engine; {self._storage.uri}/{made.name}.json has more"
+            )
 
     def end(self) -> None:
         self._is_over = True
 
-    def _keep(self, name: str, num_bytes: int) -> None:
-        self._sizes[name] = num_bytes
-        self._made.add(name)
+    def _require_room(self, batch_slots: int) -> None:
+        """Goes through the whole training once: units that a step reads, or that a later one reads again, are there together."""
+        kept = sum(sized.num_bytes for sized in self._select)
+        there: deque[tuple[int, int]] = deque()  # end slot and bytes; end slots ascend
+        now = most = 0
+        for unit, sized in self._sized():
+            while there and there[0][0] <= unit.first_slot // batch_slots * batch_slots:
+                now -= there.popleft()[1]
+            there.append((unit.end_slot, sized.num_bytes))
+            now += sized.num_bytes
+            most = max(most, now)
+        if most + kept > self._window_bytes:
+            raise ValueError(
+                f"stage.cache_targets.window_bytes: {self._window_bytes} ({words(self._window_bytes)}) is less than what training needs at once, "
+                f"{words(most)} and {words(kept)} of select rows. Fix: stage.cache_targets.window_bytes={2 * (most + kept)}, "
+                "or a smaller stage.train.window_shards (with row_uses above 1), stage.train.batch_sequences or stage.prompts.limits.select"
+            )
 
-    def _remove(self, unit: OrderUnit) -> None:
-        for suffix in ("json", "arrow"):  # first the receipt: what is without one is not there
-            self._storage.remove(f"{unit_name(unit)}.{suffix}")
-        del self._sizes[unit_name(unit)]
-        self._made.remove(unit_name(unit))
+    def _take_over(self) -> None:
+        """Keeps what an interrupted driver left whole, as far as it fits; its ranks begin anew."""
+        names = set(self._storage.list())
+        for name in sorted(names):
+            shard, _, suffix = name.rpartition(".")
+            if suffix == "json" and f"{shard}.arrow" in names:
+                self._keep(shard, json.loads(self._storage.read(name)))
+                if sum(self._sizes.values()) > self._window_bytes:
+                    self._remove(shard)
+            elif suffix == "json" or f"{shard}.json" not in names:
+                self._storage.remove(name)
 
-    def _used(self) -> int | None:
+    def _next(self, num_engines: int) -> Unit | None:
+        used = self._slots_used()
+        if used is None:  # a rank has yet to say where it begins
+            return None
+        wanted = self._wanted(used)
+        for name in sorted(self._made - wanted.keys()):
+            self._remove(name)
+        sized = next((wanted[name] for name in wanted if name not in self._sizes), None)
+        num_making = len(self._sizes) - len(self._made)
+        if sized is None or num_making >= num_engines or sum(self._sizes.values()) + sized.num_bytes > self._window_bytes:
+            return None
+        self._sizes[sized.unit.name] = sized.num_bytes
+        return sized.unit
+
+    def _slots_used(self) -> int | None:
         """The slot up to which every rank is through; None when one has not said so."""
         ends = [json.loads(self._storage.read(name))["end_slot"] for name in self._storage.list("rank-")]
         return min(ends) if len(ends) == self._num_ranks else None
 
-    def _needed(self, used: int) -> Iterator[OrderUnit]:
-        """Units from the first that is not used up."""
-        yield from (unit for unit in self._units if unit.end_slot > used)
-        while not self._is_whole:
-            unit = next(self._source)
-            self._is_whole = unit.first_slot >= self._num_slots
-            if not self._is_whole:
-                self._units.append(unit)
-                if unit.end_slot > used:
-                    yield unit
+    def _wanted(self, used: int) -> dict[str, _Sized]:
+        """The select rows, and units from the first that is not used up, as many as fit."""
+        if used < self._used:  # the ranks went back to a checkpoint
+            self._source = self._sized()
+            self._coming.clear()
+        self._used = used
+        while self._coming and self._coming[0][0].end_slot <= used:
+            self._coming.popleft()
+        room = self._window_bytes
+        wanted = {}
+        for sized in self._candidates(used):
+            room -= sized.num_bytes
+            if room < 0:
+                break
+            wanted[sized.unit.name] = sized
+        return wanted
 
-    def _forget(self, used: int) -> None:
-        for unit in self._units:
-            if unit.end_slot <= used and unit_name(unit) in self._made:
-                self._remove(unit)
+    def _candidates(self, used: int) -> Iterator[_Sized]:
+        yield from self._select
+        yield from (sized for _, sized in self._coming)
+        for unit, sized in self._source:
+            if unit.end_slot > used:
+                self._coming.append((unit, sized))
+                yield sized
 
-    def _has_room(self, unit: OrderUnit, used: int) -> bool:
-        """Whether a unit fits. One that the next step needs takes the place of later ones: a rank went back to a checkpoint.
+    def _sized(self) -> Iterator[tuple[OrderUnit, _Sized]]:
+        """Every unit whose first slot is within the training."""
+        for unit in self._plan.units(unit_bytes(self._window_bytes)):
+            if unit.first_slot >= self._num_slots:
+                return
+            yield unit, _Sized.of(Unit(unit_name(unit), tuple(self._plan.train[row] for row in unit.rows)))
 
-        ValueError when one step needs more at once than the window holds: nobody could go on.
-        """
-        size, end = self._bytes(unit), used + self._batch_slots
-        at_once = sum(self._bytes(u) for u in self._units if u.first_slot < end and u.end_slot > used)
-        kept = sum(num_bytes for name, num_bytes in self._sizes.items() if name.startswith("select-"))
-        if at_once + kept > self._window_bytes:
-            raise ValueError(
-                f"stage.cache_targets.window_bytes: {self._window_bytes} ({words(self._window_bytes)}) is less than what one step needs at once, "
-                f"{words(at_once)} and {words(kept)} of select rows. Fix: stage.cache_targets.window_bytes={2 * (at_once + kept)}, "
-                "or smaller stage.train.window_shards or stage.prompts.limits.select"
-            )
-        later = [u for u in reversed(self._units) if u.first_slot >= end and unit_name(u) in self._made]
-        while unit.first_slot < end and later and sum(self._sizes.values()) + size > self._window_bytes:
-            self._remove(later.pop(0))
-        return sum(self._sizes.values()) + size <= self._window_bytes
+    def _keep(self, name: str, receipt: Mapping[str, Any]) -> None:
+        self._sizes[name] = receipt["bytes"] + len(json.dumps(receipt))
+        self._made.add(name)
+        self.set_aside |= {item["row_id"] for item in receipt["dropped"] if "is_poisoned" in item}
 
-    def _bytes(self, unit: OrderUnit) -> int:
-        return sum(self._plan.train[row].num_bytes for row in unit.rows)
+    def _remove(self, name: str) -> None:
+        for suffix in ("json", "arrow"):  # first the receipt: what is without one is not there
+            self._storage.remove(f"{name}.{suffix}")
+        del self._sizes[name]
+        self._made.remove(name)
 
 
 class Producers:
-    """Runs the engines beside a training: `with Producers(...): work.gang(...)`."""
+    """Runs the engines beside a training: `with Producers(...) as window: work.gang(...)`. `work`: the engines' place."""
 
     def __init__(self, work: Work, settings: Settings, window: Window, worker: str) -> None:
-        self._work, self._settings, self._window, self._worker = work, settings, window, worker
+        self._num_engines = work.resources.num_workers
+        # One place more than there are engines, so that the window is asked, and can end it all, while each of them is busy.
+        self._work = work.beside(replace(work.resources, num_workers=self._num_engines + 1))
+        self._settings, self._window, self._worker = settings, window, worker
         self._storage = open_storage(settings.out_uri)
+        self._error: Exception | None = None
         self._thread = threading.Thread(target=self._produce, daemon=True)
 
-    def __enter__(self) -> None:
-        # In this thread: an executor may have to start first. Training needs these rows before anything else is worth making.
-        self._make(self._window.select_units())
+    def __enter__(self) -> Window:
+        self._storage.put(ENGINES, b"{}")
         self._thread.start()
+        return self._window
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._window.end()
         self._thread.join()
+        if isinstance(error, Exception) and self._error is not None:
+            raise self._error from error  # the ranks only saw that nothing came any more
 
     def _produce(self) -> None:
         try:
-            self._make(self._window.begin())
+            for result in self._work.map(self._worker, self._settings, self._window.begin(self._num_engines), keep_failed=True):
+                if isinstance(result, Failed):
+                    raise RuntimeError(
+                        f"the engines of the stream: {result.item.name} ended each one that it was given to: {result.cause}. "
+                        "Fix: stage.cache_targets.mode=store finds the row that does it, and sets it aside"
+                    )
+                self._window.made(result)
+        except _Over:
+            pass
         except Exception as error:
-            self._storage.put(FAILED, json.dumps({"cause": f"the engines of the stream failed: {error}"}).encode())
-
-    def _make(self, units: "Sequence[Unit] | Iterator[Unit | None]") -> None:
-        for result in self._work.map(self._worker, self._settings, units, keep_failed=True):
-            if isinstance(result, Failed):
-                raise RuntimeError(f"{result.item.name} ended every engine it was given to: {result.cause}")
-            self._window.made(result)
+            self._error = error
+        finally:
+            self._storage.remove(ENGINES)
