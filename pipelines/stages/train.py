@@ -47,15 +47,18 @@ def run(config: TrainConfig, inputs: Mapping[str, Artifact], out: Storage, work:
     out.put(VOCABULARY, json.dumps(vocabulary).encode())
     work.report(Progress(0, config.train.num_steps, "steps"))
     settings = Settings(config, work.resources.target_uri, inputs["corpus"], inputs["cache"], out.uri, work.resources)
-    with nullcontext() if inputs["cache"].record["files"] else producers(settings, work):
+    with nullcontext() if inputs["cache"].record["files"] else producers(settings, work) as window:
         result = work.gang("pipelines.stages.train:train_worker", settings)
     for name in out.list(f"{stream.FOLDER}/"):
         out.remove(name)
+    out.sweep()  # of engines that were killed
     curves = [json.loads(line) for line in out.read(CURVES).splitlines()]
     out.put(FIGURE, _figure(curves))
     for name in out.list("checkpoints/"):
         out.remove(name)
     metrics = {**result, "draft_vocab_size": float(vocabulary["size"]), "draft_vocab_coverage": vocabulary["coverage"]}
+    if window is not None:
+        metrics["rows_set_aside"] = float(len(window.set_aside))
     names = [VOCABULARY, CURVES, FIGURE, *out.list(f"{artifacts.Drafter.FOLDER}/")]
     return Outcome(file_checksums(out, names), metrics, (FIGURE,))
 
