@@ -2,7 +2,7 @@
 
 A target cache that would not fit where it is to lie is refused here, before anything is begun (sizing.py).
 Nothing heavy is imported before the plan is known: with nothing to do, neither torch nor Ray is ever loaded.
-Exit status: 0 done, 1 a step failed, 2 the request itself is wrong, 130 interrupted.
+Exit status: 0 done, 1 a step failed or damage was found, 2 the request itself is wrong, 130 interrupted.
 """
 
 import signal
@@ -14,24 +14,27 @@ from dspark.storage import Storage
 from pipelines import flow, runner, sizing, targets
 from pipelines.backends.object_store import open_storage
 from pipelines.config import hydra_main
+from pipelines.dag import read_record
 from pipelines.lease import holder
 from pipelines.screen import RichScreen
 from pipelines.settings import Settings
 
 
-def main(settings: Settings, plain: dict[str, Any], screen: RichScreen) -> None:
+def main(settings: Settings, plain: dict[str, Any], screen: RichScreen) -> int:
     steps = flow.build(settings)
     root = open_storage(flow.absolute(settings.cluster.root))
     planned = runner.plan(steps, root, settings.rebuild)
     if settings.mode == "status":
         screen.status(planned, root.uri, _states(planned, root))
-        return
+        return 0
+    if settings.mode == "verify":
+        return _verify(settings, planned, root, screen)
     screen.plan(planned, root.uri)
     if size := sizing.estimate(settings, planned, root):
         screen.cache_size(size, settings.stage.cache_targets)
         sizing.require_room(size, settings.stage.cache_targets)
     if settings.mode == "plan":
-        return
+        return 0
     has_work = not all(item.verdict.is_hit for item in planned)
     if has_work:
         targets.ensure_made(settings.target)
@@ -46,6 +49,28 @@ def main(settings: Settings, plain: dict[str, Any], screen: RichScreen) -> None:
     finally:
         tracker.end(error)
         executor.close()
+    return 0
+
+
+def _verify(settings: Settings, planned: Sequence[runner.Planned], root: Storage, screen: RichScreen) -> int:
+    """Reads the target cache again; 1 when something in it is damaged."""
+    from pipelines import verify
+
+    steps = {item.step.name: item.step for item in planned}
+    cache, corpus = ((steps[name], read_record(root, steps[name].folder)) for name in ("cache_targets", "regenerate"))
+    for step, record in (cache, corpus):
+        if record is None:
+            raise ValueError(f"mode=verify: {root.uri}/{step.folder} holds no finished {step.artifact.noun}. Fix: run the pipeline first")
+    artifacts = [step.artifact(f"{root.uri}/{step.folder}", record) for step, record in (cache, corpus) if record]
+    executor = _executor(settings, has_work=True)
+    try:
+        screen.started(cache[0], f"verify {artifacts[0].uri}")
+        work = executor.work(cache[0], screen.progress)
+        reports = verify.run(cache[0], artifacts[0], artifacts[1], open_storage(artifacts[0].uri), work)
+    finally:
+        executor.close()
+    screen.verified(reports)
+    return int(any(report.problems for report in reports))
 
 
 def _states(planned: Sequence[runner.Planned], root: Storage) -> dict[str, str]:
@@ -87,8 +112,14 @@ def command_line() -> int:
     # A job in the background ignores Ctrl-C's signal, and a preempted one gets SIGTERM: both stop a run cleanly.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
+    status = 0
+
+    def run(settings: Settings, plain: dict[str, Any]) -> None:
+        nonlocal status
+        status = max(status, main(settings, plain, screen))
+
     try:
-        hydra_main(lambda settings, plain: main(settings, plain, screen))
+        hydra_main(run)
     except runner.StepFailed as failed:
         screen.failure(failed)
         return 1
@@ -98,7 +129,7 @@ def command_line() -> int:
     except KeyboardInterrupt:
         screen.interrupted()
         return 130
-    return 0
+    return status
 
 
 if __name__ == "__main__":

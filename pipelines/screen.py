@@ -15,7 +15,7 @@ import traceback
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import progress as bars
 from rich.console import Console
@@ -28,11 +28,15 @@ from pipelines.runner import Planned, Progress, StepFailed
 from pipelines.settings import CacheTargetsStage
 from pipelines.sizing import CacheSize, units
 
+if TYPE_CHECKING:
+    from pipelines.verify import ShardReport
+
 PLAIN_WIDTH = 160  # columns of a table where there is no terminal
 PLAIN_LINE_SECONDS = 10.0
 RATE_WINDOW_SECONDS = 60.0
 NUM_METRICS = 4
 NUM_FRAMES = 6
+NUM_PROBLEMS = 5  # shown of one file
 NUM_CAUSE_LINES = 12
 
 
@@ -54,6 +58,7 @@ class RichScreen:
         table = _table("step", "plan", "reason", "folder")
         for item in planned:
             word = Text("hit", "green") if item.verdict.is_hit else Text("run", "yellow")
+            word = Text("stream", "cyan") if item.verdict.is_streamed else word
             table.add_row(item.step.name, word, item.verdict.reason, item.step.folder)
         self._console.print(table)
         self._line(f"folders are below {self._root_uri}")
@@ -77,6 +82,27 @@ class RichScreen:
             )
         elif stage.compression != "none":
             self._line(f"before compression: {stage.compression} makes it smaller")
+
+    def verified(self, reports: Sequence["ShardReport"]) -> None:
+        """What was read again, and every damage, by shard and row."""
+        self._stop_bar()
+        table = _table("file", "rows", "tokens", "size", "target's best token first", "")
+        for report in reports:
+            word = Text(f"{len(report.problems)} problems", "bold red") if report.problems else Text("sound", "green")
+            agreeing = f"{report.num_agreeing} of {report.num_compared}" if report.num_compared else ""
+            counts = (f"{report.num_rows:,}", f"{report.num_tokens:,}", units(report.num_bytes)) if report.num_bytes else ("", "", "")
+            table.add_row(report.file, *counts, agreeing, word)
+        self._console.print(table)
+        for report in reports:
+            for row, problem in report.problems[:NUM_PROBLEMS]:
+                self._line(f"  {report.file}  {row}  {_indented(problem)}", "red")
+            if len(report.problems) > NUM_PROBLEMS:
+                self._line(f"  {report.file}  and {len(report.problems) - NUM_PROBLEMS} more")
+        damaged = [report.file for report in reports if report.problems]
+        if damaged:
+            self._line(f"damaged: {', '.join(damaged)}. Fix: the same command without mode=verify makes these anew and keeps the rest")
+        else:
+            self._line(f"sound: {sum(r.num_rows for r in reports):,} rows, {units(sum(r.num_bytes for r in reports))} read again")
 
     def status(self, planned: Sequence[Planned], root_uri: str, states: Mapping[str, str]) -> None:
         """What is there of each step; `states` says it of those that are not finished."""

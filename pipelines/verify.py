@@ -6,11 +6,12 @@ stored final states put the target's own best token first. Nothing is changed bu
 next run makes the named shards anew and keeps the others.
 """
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -26,7 +27,6 @@ from pipelines.targets import local_folder
 
 DECISIVE_LOGITS = 0.5  # the target's best token leads by more: rounding does not change it
 MIN_AGREEMENT = 0.95
-NUM_SHOWN = 5  # damaged rows named of one shard
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,22 @@ def _manifest_report(config: CacheTargetsConfig, cache: Artifact, out: Storage) 
                 problems.append(("", f"{name}: not the bytes that were written"))
             elif name == MANIFEST:
                 require_identity(cache.uri, json.loads(data), cache_identity(config))
-        except (ValueError, FileNotFoundError) as error:
+        except FileNotFoundError:
+            problems.append(("", f"{name}: missing"))
+        except ValueError as error:
             problems.append(("", f"{name}: {error}"))
     return ShardReport(MANIFEST, 0, 0, 0, 0, 0, tuple(problems))
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A shard that was read once, as the place that its reader reads rows from."""
+
+    uri: str
+    data: bytes
+
+    def read_range(self, name: str, start: int, end: int) -> bytes:
+        return self.data[start:end]
 
 
 class Verifier:
@@ -91,32 +104,35 @@ class Verifier:
         self._cache, corpus = open_storage(settings.cache.uri), open_storage(settings.corpus.uri)
         self._rows = {row.row_id: row for row in corpus_rows(settings.corpus, settings.config)[0]}
         self._corpus_file = lru_cache(4)(lambda file: read_shard(corpus, file))
-        try:
-            shards = json.loads(self._cache.read(MANIFEST))["shards"]
-            self._shards: Mapping[str, Mapping[str, Any]] = {shard["file"]: shard for shard in shards}
-        except (FileNotFoundError, ValueError, KeyError):
-            self._shards = {}
+        self._shards: Mapping[str, Mapping[str, Any]] = {}
+        with contextlib.suppress(FileNotFoundError):
+            data = self._cache.read(MANIFEST)
+            if checksum(data) == settings.cache.record["files"][MANIFEST]:
+                self._shards = {shard["file"]: shard for shard in json.loads(data)["shards"]}
         import torch
 
         self._target = TransformersTarget(local_folder(settings.target_uri), (0,), fast_dtype(), torch.device("cpu"))
 
     def __call__(self, file: str) -> ShardReport:
         try:
-            data = self._cache.read(file)
-            receipt = read_receipt(self._cache, self._shards[file])
-        except (FileNotFoundError, ValueError, KeyError) as error:
-            return ShardReport(file, 0, 0, 0, 0, 0, (("", f"{type(error).__name__}: {error}"),))
+            data, receipt = self._cache.read(file), self._receipt(file)
+        except FileNotFoundError:
+            return ShardReport(file, 0, 0, 0, 0, 0, (("", "missing"),))
+        except ValueError as error:
+            return ShardReport(file, 0, 0, 0, 0, 0, (("", str(error)),))
         problems: list[tuple[str, str]] = []
         if len(data) != receipt["bytes"]:
-            problems.append(("", f"{len(data)} bytes, {receipt['bytes']} were written"))
+            problems.append(("", f"{len(data):,} bytes, {receipt['bytes']:,} were written"))
         elif checksum(data) != self._settings.cache.record["files"][file]:
             problems.append(("", "not the bytes that were written"))
-        num_bytes = len(data)
-        del data
-        reader, sample = ShardReader(self._cache, receipt), None
+        reader, sample = ShardReader(cast(Storage, _Held(self._cache.uri, data)), receipt), None
         if reader.identity != self._identity:
-            problems.append(("", f"identity {reader.identity}, the step's is {self._identity}"))
+            problems.append(("", f"its identity is {reader.identity}, the step's is {self._identity}"))
         for i, entry in enumerate(reader.entries):
+            end = entry.offset + entry.bytes
+            if checksum(data[entry.offset : end]) != entry.checksum:
+                problems.append((entry.row_id, f"bytes {entry.offset:,} to {end:,} are not those that were written"))
+                continue
             try:
                 row = reader.read(i)
                 check_row(row, self._identity)
@@ -130,7 +146,21 @@ class Verifier:
             problems.append(
                 (sample.row_id, f"the best token of its final states is the target's at only {agreeing} of {compared} positions")
             )
-        return ShardReport(file, len(reader.entries), receipt["num_tokens"], num_bytes, compared, agreeing, tuple(problems))
+        return ShardReport(file, len(reader.entries), receipt["num_tokens"], len(data), compared, agreeing, tuple(problems))
+
+    def _receipt(self, file: str) -> dict[str, Any]:
+        """ValueError when it is missing, or not the one that was written: the manifest has its checksum."""
+        if file in self._shards:
+            return read_receipt(self._cache, self._shards[file])
+        name = f"{file.rpartition('.')[0]}.json"  # the manifest is damaged itself: the shards are not made anew for that
+        try:
+            receipt = json.loads(self._cache.read(name))
+            is_right = receipt["checksum"] == self._settings.cache.record["files"][file]
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            is_right = False
+        if not is_right:
+            raise ValueError(f"{self._cache.uri}/{name}: missing, or not the receipt of the bytes that were written")
+        return receipt
 
     def _compare(self, row: CacheRow) -> None:
         """ValueError unless the row's tokens and mask are the corpus's."""
