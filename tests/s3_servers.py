@@ -41,7 +41,7 @@ def client_environment(url: str, key: str, secret: str) -> dict[str, str]:
         "AWS_SECRET_ACCESS_KEY": secret,
         "AWS_REGION": "us-east-1",
         "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",  # else sums in a trailer, which juicefs does not take
+        "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",  # as stores other than Amazon's ask for
         "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",
         "AWS_CONFIG_FILE": "/nowhere",
         "AWS_SHARED_CREDENTIALS_FILE": "/nowhere",
