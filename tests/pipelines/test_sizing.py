@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,7 @@ def test_units_are_decimal(num_bytes: float, shown: str) -> None:
 # --- where the lengths come from --------------------------------------------------------------------------------------
 
 
+@cache
 def tiny(*overrides: str) -> Settings:
     return compose(["experiment=tiny", *overrides])[0]
 
@@ -106,9 +108,13 @@ def put_record(settings: Settings, root: Path, name: str, **metrics: float) -> N
     LocalStorage(str(root)).put(f"{step.folder}/{RECORD}", json.dumps(record).encode())
 
 
-def put_receipt(settings: Settings, root: Path, number: int, **counts: int) -> None:
-    step = next(step for step in flow.build(settings) if step.name == "regenerate")
-    LocalStorage(str(root)).put(f"{step.folder}/rows-{number:05d}.json", json.dumps({"name": f"rows-{number:05d}", **counts}).encode())
+@cache
+def tiny_corpus() -> str:
+    return next(step for step in flow.build(tiny()) if step.name == "regenerate").folder
+
+
+def put_receipt(root: Path, number: int, **counts: int) -> None:
+    LocalStorage(str(root)).put(f"{tiny_corpus()}/rows-{number:05d}.json", json.dumps({"name": f"rows-{number:05d}", **counts}).encode())
 
 
 def test_estimate_without_anything_made_assumes_lengths_and_takes_the_limits_as_the_most(tmp_path: Path) -> None:
@@ -144,8 +150,8 @@ def test_estimate_with_finished_prompts_counts_those_that_will_be_answered(tmp_p
 
 def test_estimate_with_an_unfinished_corpus_measures_on_its_shards(tmp_path: Path) -> None:
     put_record(tiny(), tmp_path, "prompts", train=24.0, select=8.0)
-    put_receipt(tiny(), tmp_path, 0, num_prompts=8, num_rows=12, num_prompt_tokens=600, num_response_tokens=120)
-    put_receipt(tiny(), tmp_path, 2, num_prompts=8, num_rows=8, num_prompt_tokens=400, num_response_tokens=200)
+    put_receipt(tmp_path, 0, num_prompts=8, num_rows=12, num_prompt_tokens=600, num_response_tokens=120)
+    put_receipt(tmp_path, 2, num_prompts=8, num_rows=8, num_prompt_tokens=400, num_response_tokens=200)
     size = estimated(tiny(), tmp_path)
     assert size is not None
     assert (size.rows.count, size.rows.prompt_tokens, size.rows.response_tokens) == (40, 2000, 640)
@@ -154,7 +160,7 @@ def test_estimate_with_an_unfinished_corpus_measures_on_its_shards(tmp_path: Pat
 
 def test_estimate_of_a_corpus_with_many_shards_reads_a_few_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(100):
-        put_receipt(tiny(), tmp_path, number, num_prompts=8, num_rows=8, num_prompt_tokens=8 * number, num_response_tokens=80)
+        put_receipt(tmp_path, number, num_prompts=8, num_rows=8, num_prompt_tokens=8 * number, num_response_tokens=80)
     reads: list[str] = []
     read = Store.read
     monkeypatch.setattr(Store, "read", lambda self, name: reads.append(name) or read(self, name))
@@ -167,8 +173,8 @@ def test_estimate_of_a_corpus_with_many_shards_reads_a_few_of_them(tmp_path: Pat
 
 
 def test_estimate_with_receipts_of_an_earlier_version_assumes(tmp_path: Path) -> None:
-    put_receipt(tiny(), tmp_path, 0, num_prompts=8, num_rows=12, num_response_tokens=120)
-    put_receipt(tiny(), tmp_path, 1, num_prompts=8, num_rows=0, num_prompt_tokens=0, num_response_tokens=0)
+    put_receipt(tmp_path, 0, num_prompts=8, num_rows=12, num_response_tokens=120)
+    put_receipt(tmp_path, 1, num_prompts=8, num_rows=0, num_prompt_tokens=0, num_response_tokens=0)
     size = estimated(tiny(), tmp_path)
     assert size is not None
     assert "assumed" in size.rows.how
@@ -390,6 +396,7 @@ def test_plan_of_the_paper_shows_deepspecs_38_tb_beside_ours(tmp_path: Path) -> 
     assert "stage.cache_targets.max_bytes=20000000000000" in output[output.index("error:") :]
 
 
+@pytest.mark.slow
 def test_trunk_to_the_cache_gives_what_its_exact_plan_said(tmp_path: Path) -> None:
     """The formula against a cache that was really made."""
     status, output = pipeline(tmp_path, "experiment=tiny", "until=regenerate")
