@@ -96,18 +96,23 @@ class _Shards:
         self._storage = storage
         self._open: dict[str, tuple[ShardReader, dict[str, int]]] = {}  # with the place of each row
         self._pool = None if isinstance(storage, LocalStorage) else ThreadPoolExecutor(NUM_READERS)
+        self._spare: CacheRow | None = None
 
     def read(self, places: Sequence[_Place]) -> list[CacheRow]:
         """The rows, waited for. In place of one that was set aside, so that a batch keeps its size: the one before it."""
         for name in dict.fromkeys(place.shard for place in places):
             self._shard(name)
         read = self._pool.map if self._pool else map
-        return list(read(self._read, places))
+        rows = list(read(self._read, places))
+        self._spare = next((row for row in rows if row is not None), self._spare)
+        if self._spare is None:
+            raise ValueError(f"{self._storage.uri}/{places[0].shard}.json: every row was set aside. Fix: look at their reasons there")
+        return [row or self._spare for row in rows]
 
     def drop(self, name: str) -> None:
         self._open.pop(name, None)
 
-    def _read(self, place: _Place) -> CacheRow:
+    def _read(self, place: _Place) -> CacheRow | None:
         try:
             return self._row(place)
         except ValueError as error:
@@ -116,13 +121,10 @@ class _Shards:
             self.drop(place.shard)  # it made way for a rank that went back to a checkpoint, and is made again
             return self._row(place)
 
-    def _row(self, place: _Place) -> CacheRow:
+    def _row(self, place: _Place) -> CacheRow | None:
+        """None when the whole shard was set aside."""
         reader, rows = self._shard(place.shard)
-        if not rows:  # all of it was set aside: any row that is at hand
-            reader, rows = next((opened for opened in list(self._open.values()) if opened[1]), (reader, rows))
-        if not rows:
-            raise ValueError(f"{self._storage.uri}/{place.shard}.json: every row was set aside. Fix: look at their reasons there")
-        return reader.read(rows.get(place.row_id, min(max(place.index - 1, 0), len(rows) - 1)))
+        return reader.read(rows.get(place.row_id, min(max(place.index - 1, 0), len(rows) - 1))) if rows else None
 
     def _shard(self, name: str) -> tuple[ShardReader, dict[str, int]]:
         if name not in self._open:
