@@ -133,6 +133,7 @@ def run(config: CacheTargetsConfig, inputs: Mapping[str, Artifact], out: Storage
             f"{len(dropped)} rows were set aside, {num_poisoned} of them for what the engine returned, for example {dropped[-1:]}. "
             f"Fix: look at their reasons in {out.uri}/{TargetCache.DROPPED}"
         )
+    require_rows(ordered, rows, out)
     manifest = write_manifest(out, ordered, settings.identity, settings.form)
     metrics = {key: float(manifest[key]) for key in ("num_rows", "num_tokens", "bytes", "bytes_per_token")} | {
         "rows_dropped": float(len(dropped)),
@@ -182,6 +183,18 @@ def finished(out: Storage, name: str) -> dict[str, Any] | None:
         return receipt if out.size_bytes(receipt["file"]) == receipt["bytes"] else None
     except FileNotFoundError:
         return None
+
+
+def require_rows(receipts: Sequence[Mapping[str, Any]], rows: Sequence[CorpusRow], out: Storage) -> None:
+    """ValueError unless every row is in a shard or set aside, once: shards that another version began may be cut elsewhere."""
+    made = [values[0] for receipt in receipts for values in receipt["rows"]]
+    made += [item["row_id"] for receipt in receipts for item in receipt["dropped"]]
+    if sorted(made) != sorted(row.row_id for row in rows):
+        differing = sorted({*made} ^ {row.row_id for row in rows})
+        raise ValueError(
+            f"{out.uri}: its shards hold {len(made)} rows, {len({*made})} of them different, and the corpus has {len(rows)}; "
+            f"in one of both alone: {', '.join(differing[:3]) or 'none'}. Fix: rebuild=[cache_targets]"
+        )
 
 
 def smaller(failed: Failed, settings: Settings, out: Storage) -> list[Unit]:
