@@ -11,15 +11,14 @@ from dspark.storage import LocalStorage
 from dspark.training import LocalEngine, TrainingData, TrainState, train
 from tests.dspark import tiny
 
-ADAMW = dataclasses.replace(tiny.TRAINING, precision="fp32", num_steps=6, checkpoint_every_steps=4)
+# The seed orders the rows so that no step's gradient is nearly singular: Muon's bf16 iteration blows up what is lost there.
+ADAMW = dataclasses.replace(tiny.TRAINING, precision="fp32", num_steps=6, checkpoint_every_steps=4, seed=8)
 BF16_MUON = dataclasses.replace(ADAMW, muon_lr=0.02, clip_norm=None, precision="bf16")
 MUON = dataclasses.replace(ADAMW, muon_lr=0.02, clip_norm=None)
 
 
 def _data(folder: Path) -> TrainingData:
-    cache = tiny.write_cache(folder / "cache", tiny.rows())
-    train_rows, select_rows = ([i for i, s in enumerate(cache.column("split")) if s == split] for split in ("train", "select"))
-    return TrainingData(cache, train_rows, select_rows, tiny.BLOCK)
+    return tiny.training_data(tiny.write_cache(folder / "cache", tiny.rows()), ADAMW)
 
 
 class Stop(Exception):  # noqa: N818 - not an error: the machine is gone
