@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -258,6 +258,29 @@ def test_local_map_gives_results_in_order(root: LocalStorage) -> None:
 def test_local_map_of_no_items_builds_no_worker() -> None:
     work = LocalExecutor().work(make_step("mapped"), lambda progress: None)
     assert list(work.map("no.such.module:Worker", None, [])) == []
+
+
+def test_local_map_takes_an_item_when_it_needs_it_and_asks_again_where_there_is_none_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr("pipelines.runner.time.sleep", waits.append)
+    begun: list[int | None] = []
+
+    def items() -> Iterator[int | None]:
+        for item in (1, None, None, 2, None, 3):
+            begun.append(item)
+            yield item
+
+    results = LocalExecutor().work(make_step("mapped"), lambda progress: None).map(f"{FAKE_MODULE}:Doubler", 2, items(), keep_failed=True)
+    assert next(results) == 2
+    assert begun == [1]
+    assert list(results) == [4, 6]
+    assert len(waits) == 3
+
+
+def test_local_map_raises_what_an_item_raises_even_where_failed_items_are_kept() -> None:
+    work = LocalExecutor().work(make_step("mapped"), lambda progress: None)
+    with pytest.raises(TypeError):  # in one process there is no other worker to try
+        list(work.map(f"{FAKE_MODULE}:Doubler", 2, [1, object()], keep_failed=True))
 
 
 def test_resolve_of_a_path_gives_the_object() -> None:
