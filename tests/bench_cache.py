@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -42,7 +43,7 @@ def main() -> None:
         f"{folder}: {len(cache)} rows, {cache.manifest['num_tokens']} tokens, {cache.manifest['bytes'] / 1e6:.0f} MB; {os.cpu_count()} CPUs"
     )
     for part in arguments.parts:
-        {"size": size, "local": local, "s3": s3, "capture": capture}[part](folder, cache)
+        {"size": size, "local": local, "s3": s3, "capture": capture}[part](folder, open_cache(LocalStorage(str(folder))))
 
 
 def newest(folder: Path) -> Path:
@@ -139,15 +140,38 @@ def local(folder: Path, cache: CacheReader) -> None:
                     os.fsync(file.fileno())
 
         compare("write shards", write, "cp + fsync", copy, num_bytes)
-    for state in ("in the page cache", "from the disk"):
-        before = (lambda: None) if state == "in the page cache" else (lambda: forget(files))
-        compare(f"read into batches, {state}", lambda: batches(folder), "raw read", lambda: raw_read(files), num_bytes, before)
+    rows.clear()
+    cache.shards.clear()  # what is mapped stays in the page cache
+    cache = None
+    compare(
+        "read into batches",
+        lambda: batches(folder),
+        "np.fromfile",
+        lambda: [np.fromfile(path, np.uint8) for path in files] and None,
+        num_bytes,
+    )
+    compare("read rows, mapped", lambda: mapped(folder), "8 MB buffer", lambda: raw_read(files), num_bytes)
+    forget(files)
+    compare(
+        "read into batches, from the disk",
+        lambda: batches(folder),
+        "np.fromfile",
+        lambda: [np.fromfile(p, np.uint8) for p in files] and None,
+        num_bytes,
+        lambda: forget(files),
+    )
 
 
-def batches(folder: Path | str) -> None:
+def batches(folder: Path) -> None:
     """Every row once, in the order of the files, checksums and all."""
-    cache = open_cache(open_storage(str(folder)))
-    read_batches(cache)
+    read_batches(open_cache(LocalStorage(str(folder))))
+
+
+def mapped(folder: Path) -> None:
+    """As far as a row's arrays: its bytes are gone through once, for the checksum."""
+    cache = open_cache(LocalStorage(str(folder)))
+    for i in range(len(cache)):
+        cache[i]
 
 
 def read_batches(cache: CacheReader) -> None:
@@ -161,6 +185,7 @@ def read_batches(cache: CacheReader) -> None:
 
 
 def raw_read(files: Sequence[Path]) -> None:
+    """Into one small buffer again and again: no memory is filled."""
     buffer = bytearray(CHUNK_BYTES)
     for path in files:
         with path.open("rb", buffering=0) as file:
