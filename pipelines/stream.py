@@ -22,8 +22,10 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import Any
+
+import numpy as np
 
 from dspark.cache import NUM_READERS, CacheRow, ShardReader
 from dspark.data import RowDraw, RowOrder
@@ -165,7 +167,9 @@ class StreamedRows:
         return self._shards.read([self._place(draw) for draw in draws])
 
     def used(self, end_slot: int) -> None:
-        self._hold(end_slot)  # also those that only other ranks read
+        next_before = self._next
+        while self._next.end_slot <= end_slot:  # from before the checkpoint, or of other ranks alone
+            self._next = next(self._units)
         through = [unit for unit in self._held if unit.end_slot <= end_slot]
         self._held = [unit for unit in self._held if unit.end_slot > end_slot]
         for unit in through:
@@ -173,21 +177,17 @@ class StreamedRows:
             for row in unit.rows:
                 if self._unit_of[row][0] is unit:
                     del self._unit_of[row]
-        if through or not self._has_begun:
+        if through or self._next is not next_before or not self._has_begun:
             self._storage.put(self._file, json.dumps({"end_slot": end_slot}).encode())
             self._has_begun = True
 
     def _place(self, draw: RowDraw) -> _Place:
-        self._hold(draw.slot + 1)
-        unit, index = self._unit_of[draw.row]
-        return _Place(unit_name(unit), self._plan.train[draw.row].row_id, index)
-
-    def _hold(self, end_slot: int) -> None:
-        """Takes up the units that are first needed before this slot."""
-        while self._next.first_slot < end_slot:
+        while self._next.first_slot <= draw.slot:
             self._held.append(self._next)
             self._unit_of |= {row: (self._next, i) for i, row in enumerate(self._next.rows)}
             self._next = next(self._units)
+        unit, index = self._unit_of[draw.row]
+        return _Place(unit_name(unit), self._plan.train[draw.row].row_id, index)
 
 
 class StreamedSelect:
@@ -215,11 +215,16 @@ class _Over(Exception):  # noqa: N818 - nothing went wrong
 class _Sized:
     unit: Unit
     num_bytes: int  # at most, with its receipt
+    end_slot: int = 0
 
-    @staticmethod
-    def of(unit: Unit) -> "_Sized":
-        """Beside its states a row holds nine bytes a token and Arrow's framing."""
-        return _Sized(unit, SHARD_HEAD_BYTES + sum(row.num_bytes * 17 // 16 + FRAMING_BYTES for row in unit.rows))
+
+def _row_bytes(rows: Sequence[CorpusRow]) -> np.ndarray:
+    """Beside its states a row holds nine bytes a token and Arrow's framing."""
+    return np.array([row.num_bytes * 17 // 16 + FRAMING_BYTES for row in rows], np.int64)
+
+
+def _shard_bytes(row_bytes: np.ndarray) -> int:
+    return SHARD_HEAD_BYTES + int(row_bytes.sum())
 
 
 class Window:
@@ -230,10 +235,11 @@ class Window:
 
     def __init__(self, storage: Storage, plan: StreamPlan, window_bytes: int, num_ranks: int, num_slots: int, batch_slots: int) -> None:
         self._storage, self._plan, self._window_bytes, self._num_ranks, self._num_slots = storage, plan, window_bytes, num_ranks, num_slots
-        self._select = [_Sized.of(unit) for unit in plan.select_units(unit_bytes(window_bytes))]
+        self._select = [_Sized(unit, _shard_bytes(_row_bytes(unit.rows))) for unit in plan.select_units(unit_bytes(window_bytes))]
+        self._row_bytes = _row_bytes(plan.train)
         self._require_room(batch_slots)
-        self._source, self._used = self._sized(), 0
-        self._coming: deque[tuple[OrderUnit, _Sized]] = deque()  # from the first unit that is not used up, as far as was looked
+        self._source, self._used = self._units(), 0
+        self._coming: deque[_Sized] = deque()  # from the first unit that is not used up, as far as was looked
         self._sizes: dict[str, int] = {}  # of what is there or being made
         self._made: set[str] = set()
         self._is_over = False
@@ -262,11 +268,11 @@ class Window:
         kept = sum(sized.num_bytes for sized in self._select)
         there: deque[tuple[int, int]] = deque()  # end slot and bytes; end slots ascend
         now = most = 0
-        for unit, sized in self._sized():
+        for unit in self._units():
             while there and there[0][0] <= unit.first_slot // batch_slots * batch_slots:
                 now -= there.popleft()[1]
-            there.append((unit.end_slot, sized.num_bytes))
-            now += sized.num_bytes
+            there.append((unit.end_slot, self._bytes(unit)))
+            now += there[-1][1]
             most = max(most, now)
         if most + kept > self._window_bytes:
             raise ValueError(
@@ -309,10 +315,10 @@ class Window:
     def _wanted(self, used: int) -> dict[str, _Sized]:
         """The select rows, and units from the first that is not used up, as many as fit."""
         if used < self._used:  # the ranks went back to a checkpoint
-            self._source = self._sized()
+            self._source = self._units()
             self._coming.clear()
         self._used = used
-        while self._coming and self._coming[0][0].end_slot <= used:
+        while self._coming and self._coming[0].end_slot <= used:
             self._coming.popleft()
         room = self._window_bytes
         wanted = {}
@@ -325,18 +331,20 @@ class Window:
 
     def _candidates(self, used: int) -> Iterator[_Sized]:
         yield from self._select
-        yield from (sized for _, sized in self._coming)
-        for unit, sized in self._source:
+        yield from self._coming
+        for unit in self._source:
             if unit.end_slot > used:
-                self._coming.append((unit, sized))
-                yield sized
+                rows = tuple(self._plan.train[row] for row in unit.rows)
+                self._coming.append(_Sized(Unit(unit_name(unit), rows), self._bytes(unit), unit.end_slot))
+                yield self._coming[-1]
 
-    def _sized(self) -> Iterator[tuple[OrderUnit, _Sized]]:
-        """Every unit whose first slot is within the training."""
-        for unit in self._plan.units(unit_bytes(self._window_bytes)):
-            if unit.first_slot >= self._num_slots:
-                return
-            yield unit, _Sized.of(Unit(unit_name(unit), tuple(self._plan.train[row] for row in unit.rows)))
+    def _units(self) -> Iterator[OrderUnit]:
+        """Every one whose first slot is within the training."""
+        units = self._plan.units(unit_bytes(self._window_bytes))
+        return takewhile(lambda unit: unit.first_slot < self._num_slots, units)
+
+    def _bytes(self, unit: OrderUnit) -> int:
+        return _shard_bytes(self._row_bytes[list(unit.rows)])
 
     def _keep(self, name: str, receipt: Mapping[str, Any]) -> None:
         self._sizes[name] = receipt["bytes"] + len(json.dumps(receipt))
