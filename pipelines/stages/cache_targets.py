@@ -12,6 +12,7 @@ engine again and again is cut in two until the one row that does it stands alone
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,6 +21,7 @@ import numpy as np
 
 from dspark.cache import (
     MANIFEST,
+    NUM_READERS,
     CacheFormat,
     CacheIdentity,
     CacheRow,
@@ -111,7 +113,9 @@ def run(config: CacheTargetsConfig, inputs: Mapping[str, Artifact], out: Storage
     done = 0
     waiting = cut(rows, SHARD_BYTES)
     while waiting:
-        found = {unit.name: receipt for unit in waiting if (receipt := finished(out, unit.name))}
+        with ThreadPoolExecutor(NUM_READERS) as pool:  # two requests each
+            there = list(pool.map(lambda unit: finished(out, unit.name), waiting))
+        found = {unit.name: receipt for unit, receipt in zip(waiting, there, strict=True) if receipt}
         receipts |= found
         done += sum(len(receipt["rows"]) + len(receipt["dropped"]) for receipt in found.values())
         work.report(Progress(done, len(rows), "rows"))
