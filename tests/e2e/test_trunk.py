@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -19,15 +20,22 @@ from pipelines.config import PROJECT_ROOT
 SECOND_HALF = ["trace", "calibrate", "profile_sps", "schedule", "publish"]
 STEPS = ["prompts", "regenerate", "cache_targets", "train", "evaluate", *SECOND_HALF]
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+DRIVER = ("-m", "pipelines")
+# The tiny cache is one unit of usual size: this driver cuts it into several.
+DRIVER_OF_SMALL_UNITS = (
+    "-c",
+    "import sys; from pipelines.__main__ import command_line; from pipelines.stages import cache_targets; "
+    "cache_targets.SHARD_BYTES = 30_000; sys.exit(command_line())",
+)
 
 
-def start(root: Path, *overrides: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "pipelines", "experiment=tiny", f"cluster.root={root}", *overrides]
+def start(root: Path, *overrides: str, driver: tuple[str, str] = DRIVER) -> subprocess.Popen[str]:
+    command = [sys.executable, *driver, "experiment=tiny", f"cluster.root={root}", *overrides]
     return subprocess.Popen(command, cwd=PROJECT_ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def pipeline(root: Path, *overrides: str, status: int = 0) -> str:
-    process = start(root, *overrides)
+def pipeline(root: Path, *overrides: str, status: int = 0, driver: tuple[str, str] = DRIVER) -> str:
+    process = start(root, *overrides, driver=driver)
     output, _ = process.communicate(timeout=600)
     assert process.returncode == status, output
     return output
@@ -84,9 +92,29 @@ def test_trunk_release_that_was_left_half_written_is_written_anew(finished: Path
     assert {path.name: path.read_bytes() for path in place.iterdir()} == whole
 
 
+def test_trunk_trains_from_a_lossy_compressed_cache(finished: Path, tmp_path: Path) -> None:
+    for step in ("prompts", "regenerate"):
+        shutil.copytree(finished / step, tmp_path / step)
+    content = ["dtype=fp8", "logits=topk", "num_top_logits=128", "compression=zstd"]
+    output = pipeline(tmp_path, *(f"stage.cache_targets.{setting}" for setting in content), "until=train")
+    assert verdicts(output) == {"prompts": "hit", "regenerate": "hit", "cache_targets": "run", "train": "run"}
+    lossy, exact = (json.loads(next(root.glob("cache_targets/*/manifest.json")).read_text()) for root in (tmp_path, finished))
+    assert lossy["format"] == {"dtype": "fp8", "logits": "topk", "num_top_logits": 128, "compression": "zstd"}
+    assert lossy["num_tokens"] == exact["num_tokens"]
+    first = [json.loads(next(root.glob("train/*/curves.jsonl")).read_text().splitlines()[0]) for root in (tmp_path, finished)]
+    # The same rows and anchors: an L1 distance of at most twice the mass beyond the best logits, and what fp8 does to the context.
+    largest = lossy["exactness"]["largest_missing_mass"]
+    assert 0 < largest < 0.5
+    assert 0 < first[0]["loss_tv"] - first[1]["loss_tv"] < 2 * largest + 0.01
+    assert first[0]["loss_ce"] == pytest.approx(first[1]["loss_ce"], rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
+        ("stage.cache_targets.dtype=fp8", {"cache_targets", "train", "evaluate", *SECOND_HALF}),
+        ("stage.cache_targets.compression=zstd", set()),
+        ("stage.train.row_uses=2", {"train", "evaluate", *SECOND_HALF}),
         ("stage.evaluate.max_new_tokens=8", {"evaluate", "publish"}),
         ("stage.train.lr=2e-3", {"train", "evaluate", *SECOND_HALF}),
         ("stage.calibrate.num_bins=20", {"calibrate", "schedule", "publish"}),
@@ -152,7 +180,7 @@ def test_trunk_store_below_a_regular_file_is_refused(tmp_path: Path) -> None:
 def test_trunk_killed_driver_goes_on_from_what_was_finished(tmp_path: Path, step: str, mark: str) -> None:
     """SIGKILL once the step has finished a part of its work; then the same command."""
     slow = ["stage.regenerate.shard_prompts=4", "stage.train.num_steps=60", f"until={step}"]
-    process = start(tmp_path, *slow)
+    process = start(tmp_path, *slow, driver=DRIVER_OF_SMALL_UNITS)
     deadline = time.monotonic() + 120
     while not list((tmp_path / step).rglob(mark)):
         assert process.poll() is None, process.communicate()[0]
@@ -164,7 +192,7 @@ def test_trunk_killed_driver_goes_on_from_what_was_finished(tmp_path: Path, step
     receipts = [path for path in (tmp_path / step).rglob("*.json") if path.name.startswith(("rows-", "shard-", "complete", "rounds-"))]
     parts = [p for r in receipts for p in (r, r.with_suffix(".parquet"), r.with_suffix(".arrow")) if p.is_file()]
     kept = {path: path.read_bytes() for path in parts}
-    output = pipeline(tmp_path, *slow)
+    output = pipeline(tmp_path, *slow, driver=DRIVER_OF_SMALL_UNITS)
     assert verdicts(output)[step] == "run"
     if step == "train":
         assert len([line for line in next(tmp_path.glob("train/*/curves.jsonl")).read_text().splitlines()]) == 60
