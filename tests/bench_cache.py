@@ -7,8 +7,10 @@ make bench-cache ARGS="size local"        some of them: size, local, s3, capture
 import argparse
 import json
 import os
+import platform
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -29,6 +31,7 @@ BATCH_ROWS, NUM_ANCHORS, BLOCK = 8, 24, 7
 NUM_REPEATS = 3
 CHUNK_BYTES = 1 << 23
 CAPTURE_ROWS = 96
+S3_SHARDS = 3
 
 
 def main() -> None:
@@ -37,10 +40,10 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, help="folder of a stored cache (default: the newest below artifacts/cache_targets)")
     arguments = parser.parse_args()
     folder = arguments.cache or newest(PROJECT_ROOT / "artifacts" / "cache_targets")
-    cache = open_cache(LocalStorage(str(folder)))
-    print(
-        f"{folder}: {len(cache)} rows, {cache.manifest['num_tokens']} tokens, {cache.manifest['bytes'] / 1e6:.0f} MB; {os.cpu_count()} CPUs"
-    )
+    manifest = json.loads((folder / MANIFEST).read_text())
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    counts = f"{manifest['num_rows']} rows, {manifest['num_tokens']} tokens, {manifest['bytes'] / 1e6:.0f} MB"
+    print(f"commit {commit}, {platform.machine()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}; {folder.name}: {counts}")
     for part in arguments.parts:
         {"size": size, "local": local, "s3": s3, "capture": capture}[part](folder, open_cache(LocalStorage(str(folder))))
 
@@ -221,37 +224,39 @@ def s3(folder: Path, cache: CacheReader) -> None:
 
     from tests.s3_servers import JuicefsGateway
 
-    with tempfile.TemporaryDirectory() as place, JuicefsGateway(Path(place)) as server:
-        uri = server.make_bucket("bench")
-        os.environ.update(server.environment())
-        store, plain = open_storage(f"{uri}/cache"), s3fs.S3FileSystem(skip_instance_cache=True, use_listings_cache=False)
-        files = [folder / shard.file for shard in cache.shards][:4]
-        num_bytes = sum(path.stat().st_size for path in files)
-        print(f"\nS3 on loopback, {num_bytes / 1e6:.0f} MB, median of {NUM_REPEATS}, MB/s")
+    with tempfile.TemporaryDirectory() as place:
+        server = JuicefsGateway(Path(place))
+        server.start()
+        try:
+            server.make_bucket("bench")
+            os.environ.update(server.environment)
+            store, plain = open_storage("s3://bench/cache"), s3fs.S3FileSystem(skip_instance_cache=True, use_listings_cache=False)
+            shards = cache.shards[:S3_SHARDS]
+            files = [folder / shard.file for shard in shards]
+            num_bytes = sum(path.stat().st_size for path in files)
+            print(f"\nS3 on loopback (juicefs), {num_bytes / 1e6:.0f} MB, median of {NUM_REPEATS}, MB/s")
 
-        def put() -> None:
+            def put() -> None:
+                for path in files:
+                    store.put_file(path.name, path)
+
+            def plain_put() -> None:
+                for path in files:
+                    plain.put_file(str(path), f"bench/plain/{path.name}")
+
+            def plain_read() -> None:
+                for path in files:
+                    plain.cat_file(f"bench/cache/{path.name}")
+
+            compare("upload shards", put, "s3fs put", plain_put, num_bytes)
+            receipts = [json.loads(path.with_suffix(".json").read_text()) for path in files]
             for path in files:
-                store.put_file(path.name, path)
-
-        def plain_put() -> None:
-            for path in files:
-                plain.put_file(str(path), f"{uri}/plain/{path.name}")
-
-        compare("upload shards", put, "s3fs put", plain_put, num_bytes)
-        for shard in cache.shards[: len(files)]:
-            name = shard.file.replace(".arrow", ".json")
-            store.put_file(name, folder / name)
-        receipts = [json.loads((folder / shard.file.replace(".arrow", ".json")).read_text()) for shard in cache.shards[: len(files)]]
-        write_manifest(store, receipts, cache.shards[0].identity, cache.shards[0].form)
-        remote = open_cache(store)
-        whole = [f"{uri.removeprefix('s3://')}/cache/{path.name}" for path in files]
-        compare(
-            "read into batches",
-            lambda: read_batches(remote),
-            "s3fs cat",
-            lambda: [plain.cat_file(name) for name in whole] and None,
-            num_bytes,
-        )
+                store.put_file(f"{path.stem}.json", path.with_suffix(".json"))
+            write_manifest(store, receipts, shards[0].identity, shards[0].form)
+            remote = open_cache(store)
+            compare("read into batches", lambda: read_batches(remote), "s3fs cat", plain_read, num_bytes)
+        finally:
+            server.stop()
 
 
 # --- capture ----------------------------------------------------------------------------------------------------------

@@ -135,7 +135,7 @@ def run(config: CacheTargetsConfig, inputs: Mapping[str, Artifact], out: Storage
     if num_poisoned > MAX_POISONED_FRACTION * len(rows) or not any(receipt["rows"] for receipt in ordered):
         raise ValueError(
             f"{len(dropped)} rows were set aside, {num_poisoned} of them for what the engine returned, for example {dropped[-1:]}. "
-            f"Fix: look at their reasons in {out.uri}/{TargetCache.DROPPED}"
+            f"Fix: look at their reasons in {out.uri}/{TargetCache.DROPPED}, mend the engine, then rebuild=[cache_targets]"
         )
     require_rows(ordered, rows, out)
     manifest = write_manifest(out, ordered, settings.identity, settings.form)
