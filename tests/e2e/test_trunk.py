@@ -127,7 +127,7 @@ def test_trunk_trains_from_a_lossy_compressed_cache(finished: Path, tmp_path: Pa
 def test_trunk_plan_reruns_exactly_what_depends_on_a_change(finished: Path, override: str, expected: set[str]) -> None:
     output = pipeline(finished, "mode=plan", override)
     assert {step for step, verdict in verdicts(output).items() if verdict == "run"} == expected
-    if override.startswith("stage."):
+    if expected and override.startswith("stage."):
         assert f"{override.split('=')[0]}:" in output
     if override.startswith("cluster.cpus"):
         assert re.search(r"stack\.num_threads: \d+ -> 1", output)
