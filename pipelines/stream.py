@@ -7,10 +7,10 @@ each is removed once every rank has used it for the last time. What training see
 
     driver                                        each rank
     Window.begin()  -> what is wanted next        StreamedRows.read(draws)   waits for the unit's receipt
-    Window.made(...)                              StreamedRows.used(slot)    -> rank-00000.json
+    Window.made(...)                              StreamedRows.used(16)      -> rank-00000-000000016.json
     removes what is not wanted any more
 
-A rank that starts again from a checkpoint says so in its file; what it needs once more is made once more, and what does not
+A rank that starts again from a checkpoint says so in the same way; what it needs once more is made once more, and what does not
 fit beside it goes. A driver that starts again finds the units of the interrupted one. `engines.json` is there as long as
 somebody makes units: without it, waiting for one is over.
 """
@@ -155,7 +155,7 @@ class StreamedRows:
     """The rows that are trained on (dspark.data.RowSource)."""
 
     def __init__(self, storage: Storage, plan: StreamPlan, unit_bytes: int, rank: int) -> None:
-        self._storage, self._plan, self._file = storage, plan, f"rank-{rank:05d}.json"
+        self._storage, self._plan, self._files = storage, plan, f"rank-{rank:05d}-"
         self._shards = _Shards(storage)
         self._units = plan.units(unit_bytes)
         self._next = next(self._units)
@@ -178,8 +178,16 @@ class StreamedRows:
                 if self._unit_of[row][0] is unit:
                     del self._unit_of[row]
         if through or self._next is not next_before or not self._has_begun:
-            self._storage.put(self._file, json.dumps({"end_slot": end_slot}).encode())
+            self._say(end_slot)
             self._has_begun = True
+
+    def _say(self, end_slot: int) -> None:
+        """By the name of a file: not every store that is read while an object is replaced gives the old one or the new one."""
+        name = f"{self._files}{end_slot:09d}.json"
+        self._storage.put(name, b"{}")
+        for old in self._storage.list(self._files):
+            if old != name:
+                self._storage.remove(old)
 
     def _place(self, draw: RowDraw) -> _Place:
         while self._next.first_slot <= draw.slot:
@@ -309,8 +317,9 @@ class Window:
 
     def _slots_used(self) -> int | None:
         """The slot up to which every rank is through; None when one has not said so."""
-        ends = [json.loads(self._storage.read(name))["end_slot"] for name in self._storage.list("rank-")]
-        return min(ends) if len(ends) == self._num_ranks else None
+        said = [name.removesuffix(".json").split("-") for name in self._storage.list("rank-")]
+        # A rank may have said two, for a moment: the lower one holds, whether it goes on or back.
+        return min(int(slot) for _, _, slot in said) if len({rank for _, rank, _ in said}) == self._num_ranks else None
 
     def _wanted(self, used: int) -> dict[str, _Sized]:
         """The select rows, and units from the first that is not used up, as many as fit."""

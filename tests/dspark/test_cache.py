@@ -435,6 +435,15 @@ def test_byte_flipped_in_a_row_is_refused_by_file_and_row_and_the_others_are_rea
     assert [_plain(reader[i]) for i in (0, 2)] == [_plain(sequences[i]) for i in (0, 2)]
 
 
+def test_remote_row_is_checked_each_time_that_it_comes(tmp_path):
+    reader = tiny.write_cache(tiny.Remote(tmp_path), tiny.rows(2, 0))
+    entry = reader.entries[1]
+    assert reader[1].row_id == "row-1"
+    _flip(tmp_path / "shard-00000.arrow", entry.offset + entry.bytes // 2)
+    with pytest.raises(ValueError, match="row row-1 is damaged"):
+        _ = reader[1]
+
+
 @every_place
 @pytest.mark.parametrize("at", ["first", "last"])
 def test_byte_flipped_at_an_end_of_a_row_is_refused(tmp_path, place, at):

@@ -285,6 +285,22 @@ def test_loop_that_is_left_stops_the_thread(leave):
     assert len(made) <= 8
 
 
+def test_loop_that_is_left_makes_nothing_more_than_what_is_being_made():
+    made, gate = [], threading.Event()
+
+    def make(step):
+        made.append(step)
+        assert step == 0 or gate.wait(10)
+        return step
+
+    for _ in Ahead(make, 0, 100, depth=5):
+        _settled(lambda: made == [0, 1])
+        break
+    gate.set()
+    _settled(lambda: True)
+    assert made == [0, 1]
+
+
 # --- collation ----------------------------------------------------------------------------------------------------------
 
 
