@@ -52,7 +52,7 @@ MANIFEST = "manifest.json"
 LAYER_CONVENTION = "output_of_layer"
 CONVENTIONS = {"schema": "dspark.cache", "layer_convention": LAYER_CONVENTION, "final_state": "after_final_norm"}
 FILE_HEAD_BYTES = 8  # "ARROW1" and padding, before the schema
-NUM_READERS = 8  # rows or receipts of a remote cache read at once
+NUM_READERS = 4  # rows or receipts of a remote cache read at once: more only take turns in one client
 
 
 @dataclass(frozen=True)

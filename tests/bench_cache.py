@@ -14,7 +14,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import ExitStack
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +34,7 @@ from pipelines.config import PROJECT_ROOT
 BATCH_ROWS, NUM_ANCHORS, BLOCK = 8, 24, 7
 NUM_REPEATS = 3
 CHUNK_BYTES = 1 << 23
-CAPTURE_ROWS = 96
+CAPTURE_ROWS = 24
 S3_SHARDS = 3
 
 
@@ -177,8 +181,6 @@ def mapped(folder: Path) -> None:
 
 
 def read_batches(cache: CacheReader) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
     with ThreadPoolExecutor(cache.num_readers) as pool:
         read = pool.map if cache.num_readers > 1 else map
         for start in range(0, len(cache), BATCH_ROWS):
@@ -263,20 +265,48 @@ def s3(folder: Path, cache: CacheReader) -> None:
 
 
 def capture(folder: Path, cache: CacheReader) -> None:
-    """Tokens/s of the engine with states taken out and stored, against its plain prefill of the same sequences."""
+    """Tokens/s of the engine with states taken out and stored, against its plain prefill of the same sequences.
+
+    Each engine has a process of its own (two in one share vLLM's connector); they take turns.
+    """
+    numbers = np.linspace(0, len(cache) - 1, CAPTURE_ROWS).astype(int)
+    num_tokens = sum(cache.entries[i].num_tokens for i in numbers)
+    seconds: dict[str, list[float]] = {"prefill": [], "capture": [], "store": []}
+    with ExitStack() as stack:
+        engines = {}
+        for kind in ("prefill", "capture"):
+            pool = ProcessPoolExecutor(1, get_context("spawn"), _start_engine, (kind, folder, numbers.tolist()))
+            engines[kind] = stack.enter_context(pool)
+        for repeat in range(NUM_REPEATS + 1):
+            for name, times in seconds.items():
+                found = engines["prefill" if name == "prefill" else "capture"].submit(_timed, name).result()
+                if repeat:  # the first warms up
+                    times.append(found)
+    prefill, taken, stored = (num_tokens / statistics.median(times) for times in seconds.values())
+    print(f"\ncapture, {num_tokens} tokens, median of {NUM_REPEATS}, tokens/s")
+    for name, rate in (("states taken out", taken), ("and stored, with log-sum-exp", stored)):
+        print(f"  {name:36} {rate:8.0f}   {'prefill':12} {prefill:8.0f}   ratio {rate / prefill:.2f}")
+
+
+_runs: dict[str, Callable[[], object]] = {}  # of this process
+
+
+def _start_engine(kind: str, folder: Path, numbers: list[int]) -> None:
     from dspark.target import fast_dtype, load_head
     from pipelines.backends.vllm import BATCH_TOKENS, ENGINE_DTYPE, Capture, Prefiller
     from pipelines.stages.cache_targets import cached_row
 
+    cache = open_cache(LocalStorage(str(folder)))
     model = next(path.parent for path in (PROJECT_ROOT / "models").glob("SmolLM2*/config.json"))
-    rows = [cache[i] for i in np.linspace(0, len(cache) - 1, CAPTURE_ROWS).astype(int)]
+    rows = [cache[i] for i in numbers]
     sequences = [row.token_ids_T.tolist() for row in rows]
-    num_tokens, longest = sum(map(len, sequences)), max(map(len, sequences))
-    identity, form, head = cache.shards[0].identity, cache.shards[0].form, load_head(model, fast_dtype())
-    plain, ours = (
-        Prefiller(model, "bf16" if ENGINE_DTYPE == "bfloat16" else "fp32", longest, BATCH_TOKENS),
-        Capture(model, identity.tapped_layers, head, longest),
-    )
+    longest, identity, form = max(map(len, sequences)), cache.shards[0].identity, cache.shards[0].form
+    if kind == "prefill":
+        plain = Prefiller(model, "bf16" if ENGINE_DTYPE == "bfloat16" else "fp32", longest, BATCH_TOKENS)
+        _runs["prefill"] = lambda: plain.prefill(sequences)
+        return
+    head = load_head(model, fast_dtype())
+    ours = Capture(model, identity.tapped_layers, head, longest)
     corpus = [
         {
             "row_id": r.row_id,
@@ -288,26 +318,20 @@ def capture(folder: Path, cache: CacheReader) -> None:
         }
         for r in rows
     ]
-    with tempfile.TemporaryDirectory() as place:
 
-        def store() -> None:
-            states = zip(corpus, ours.capture(sequences), strict=True)
-            found = (cached_row(row, tapped, final, head, form) for row, (tapped, final) in states)
+    def store() -> None:
+        states = zip(corpus, ours.capture(sequences), strict=True)
+        found = (cached_row(row, tapped, final, head, form) for row, (tapped, final) in states)
+        with tempfile.TemporaryDirectory() as place:
             write_shard(LocalStorage(place), "shard-00000", found, identity, form, ours.version)
 
-        store(), plain.prefill(sequences)  # warm both up
-        seconds: list[list[float]] = [[], []]
-        for _ in range(NUM_REPEATS):
-            for label, function in enumerate((store, lambda: plain.prefill(sequences), lambda: [None for _ in ours.capture(sequences)])):
-                started = time.perf_counter()
-                function()
-                if label == 2 and len(seconds) == 2:
-                    seconds.append([])
-                seconds[label].append(time.perf_counter() - started)
-    stored, prefilled, taken = (num_tokens / statistics.median(each) for each in seconds)
-    print(f"\ncapture, {num_tokens} tokens, {ENGINE_DTYPE}, median of {NUM_REPEATS}, tokens/s")
-    print(f"  states taken out           {taken:8.0f}   plain prefill {prefilled:8.0f}   ratio {taken / prefilled:.2f}")
-    print(f"  and stored, with log-sum-exp {stored:6.0f}   plain prefill {prefilled:8.0f}   ratio {stored / prefilled:.2f}")
+    _runs.update(capture=lambda: deque(ours.capture(sequences), maxlen=0), store=store)
+
+
+def _timed(name: str) -> float:
+    started = time.perf_counter()
+    _runs[name]()
+    return time.perf_counter() - started
 
 
 if __name__ == "__main__":

@@ -70,8 +70,8 @@ class RayWork:
     def map(self, worker: str, settings: Any, items: Iterable[Any], keep_failed: bool = False) -> Iterator[Any]:
         source, has_more = iter(items), True
         again: list[tuple[Any, int]] = []
-        idle: list[_Started] = []
-        running: dict[Any, tuple[_Started, Any, int]] = {}
+        idle: list[Any] = []
+        running: dict[Any, tuple[Any, Any, int]] = {}
         options: dict[str, Any] | None = None
         try:
             while has_more or again or running:
@@ -81,34 +81,34 @@ class RayWork:
                         has_more = item is None
                         break
                     options = options or self._claim()[1]
-                    place = idle.pop() if idle else _Started(_start(_Worker, options, worker, settings))
-                    running[place.actor.run.remote(item)] = (place, item, attempt)
+                    actor = idle.pop() if idle else _start(_Worker, options, worker, settings)
+                    running[actor.run.remote(item)] = (actor, item, attempt)
                 if not running:
                     time.sleep(POLL_SECONDS if has_more else 0.0)
                     continue
                 done, _ = ray.wait(list(running), num_returns=1, timeout=POLL_SECONDS if has_more else None)
                 for reference in done:
-                    place, item, attempt = running.pop(reference)
+                    actor, item, attempt = running.pop(reference)
                     try:
                         result = ray.get(reference)
                     except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
                         # The engine inside may be dead although its actor lives: always end it.
-                        ray.kill(place.actor)
+                        ray.kill(actor)
                         cause = getattr(error, "cause", None)
                         if isinstance(cause, ValueError):
                             raise cause from error
                         if attempt < self.resources.max_attempts:
                             again.insert(0, (item, attempt + 1))  # at once: an engine that cannot start must not try with every item
-                        elif keep_failed and place.is_built():
+                        elif keep_failed and not getattr(error, "actor_init_failed", False):
                             yield Failed(item, str(error))
                         else:
                             raise RuntimeError(f"{worker} failed {attempt} times, last: {error}") from error
                     else:
-                        idle.append(place)
+                        idle.append(actor)
                         yield result
         finally:
-            for place in [*idle, *(entry[0] for entry in running.values())]:
-                ray.kill(place.actor)
+            for actor in [*idle, *(entry[0] for entry in running.values())]:
+                ray.kill(actor)
 
     def beside(self, resources: Resources) -> "RayWork":
         return replace(self, resources=resources)
@@ -175,28 +175,11 @@ def _start(kind: type, options: dict[str, Any], *arguments: Any) -> Any:
     return ray.remote(kind).options(**options).remote(*arguments)
 
 
-class _Started:
-    """An actor, and whether its worker could be built: one that could not has not failed because of its item."""
-
-    def __init__(self, actor: Any) -> None:
-        self.actor, self._built = actor, actor.is_built.remote()
-
-    def is_built(self) -> bool:
-        done, _ = ray.wait([self._built], timeout=0)
-        try:
-            return bool(done) and ray.get(self._built)
-        except ray.exceptions.RayError:
-            return False
-
-
 class _Worker:
     """An actor around one worker object."""
 
     def __init__(self, worker: str, settings: Any) -> None:
         self._run = resolve(worker)(settings)
-
-    def is_built(self) -> bool:
-        return True
 
     def run(self, item: Any) -> Any:
         return self._run(item)
