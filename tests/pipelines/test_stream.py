@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from dspark.cache import CacheReader, CacheRow
 from dspark.data import RowDraw
@@ -513,7 +514,8 @@ def test_units_that_are_set_aside_whole_are_replaced_by_the_row_before(
 
 
 def start_driver(root: Storage, worker: str, *overrides: str) -> "subprocess.Popen[str]":
-    environment = {**os.environ, "PYTHONPATH": str(PROJECT_ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    # As many threads as here: another number of them rounds otherwise.
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT_ROOT), "OMP_NUM_THREADS": str(torch.get_num_threads()), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, __file__, root.uri, worker, *overrides]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=PROJECT_ROOT)
 
