@@ -9,7 +9,7 @@ export EXTRA
 export RAY_USAGE_STATS_ENABLED := 0
 export VLLM_NO_USAGE_STATS := 1
 
-.PHONY: help setup pipeline plan status verify ui test check fix bench bench-cache bench-fp8
+.PHONY: help setup pipeline plan status verify ui test check fix bench bench-cache bench-train bench-fp8
 .DEFAULT_GOAL := help
 
 help: ## print this
@@ -53,6 +53,9 @@ bench: setup ## measure the hot paths on this machine
 
 bench-cache: setup ## measure the target cache: bytes a token, MB/s, capture (ARGS="size local s3 capture")
 	$(BIN)/python -m tests.bench_cache $(ARGS)
+
+bench-train: setup ## measure the training loss and a step against dense ones (ARGS="--rows 128")
+	$(BIN)/python -m tests.bench_train $(ARGS)
 
 bench-fp8: setup ## measure what an fp8 cache costs in accepted length
 	$(BIN)/python -m tests.bench_fp8 $(ARGS)

@@ -19,13 +19,14 @@ class DFlashConfig:
 
 @dataclass(frozen=True)
 class DSparkConfig:
-    """The DFlash backbone plus the Markov head (Eq. 5) and the confidence head (Eq. 7)."""
+    """The DFlash backbone plus a sequential head (Eq. 5-6) and the confidence head (Eq. 7)."""
 
     kind: Literal["dspark"]
     num_layers: int
     block_size: int
     draft_vocab_size: int | None
-    markov_rank: int
+    sequential_head: Literal["markov", "gated", "rnn", "none"]
+    markov_rank: int  # of the sequential head; 0 with none
 
 
 DrafterConfig = DFlashConfig | DSparkConfig
@@ -33,9 +34,11 @@ DrafterConfig = DFlashConfig | DSparkConfig
 
 @dataclass(frozen=True)
 class LossConfig:
-    """Weights of Eq. 9-12. `position_decay` is gamma_loss in w_k = exp(-k / gamma_loss); DeepSpec's configs use 4.0."""
+    """Weights of Eq. 9-12. `position_decay` is gamma_loss in w_k = exp(-k / gamma_loss); DeepSpec's configs use 4.0.
+    `alpha_soft_ce` weighs the cross-entropy against the target's whole distribution, EAGLE-3's loss."""
 
     alpha_ce: float
+    alpha_soft_ce: float
     alpha_tv: float
     alpha_confidence: float
     position_decay: float

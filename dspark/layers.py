@@ -13,6 +13,44 @@ from torch import Tensor, nn
 
 from dspark.config import TargetShape
 
+TILE_ROWS = 2048  # rows of a weight that are converted at once
+
+
+def fast_dtype() -> torch.dtype:
+    """bf16 where the processor has instructions for it; elsewhere they are emulated, several times slower than fp32."""
+    has_bf16 = torch.cuda.is_available() or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if has_bf16 else torch.float32
+
+
+def product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The precision in which `project` and `project_back` are fastest for weights of this one."""
+    return fast_dtype() if dtype == torch.bfloat16 else dtype
+
+
+def project(x: Tensor, weight_VD: Tensor) -> Tensor:
+    """x [M, D] in `product_dtype` times the transpose of a large weight, which is converted tile by tile: [M, V], at least fp32."""
+    if x.dtype == weight_VD.dtype:
+        out = x @ weight_VD.T
+        return out if out.dtype == torch.float64 else out.float()
+    out = x.new_empty(len(x), len(weight_VD))
+    for start in range(0, len(weight_VD), TILE_ROWS):
+        out[:, start : start + TILE_ROWS] = x @ weight_VD[start : start + TILE_ROWS].to(x.dtype).T
+    return out
+
+
+def project_back(y: Tensor, weight_VD: Tensor) -> Tensor:
+    """y [M, V] in `product_dtype` times a large weight: [M, D]."""
+    if y.dtype == weight_VD.dtype:
+        return y @ weight_VD
+    out = y.new_zeros(len(y), weight_VD.shape[1])
+    for start in range(0, len(weight_VD), TILE_ROWS):
+        out.addmm_(y[:, start : start + TILE_ROWS], weight_VD[start : start + TILE_ROWS].to(y.dtype))
+    return out
+
+
+def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight, computed in at least fp32."""

@@ -128,6 +128,13 @@ def _config(drafter: DFlash, head: TargetHead, target_config: Mapping[str, Any])
         raise _error(
             "drafter.kind", config.kind, "only dspark has the confidence head that a calibration is for", "publish a dspark drafter"
         )
+    if config.sequential_head != "markov":
+        raise _error(
+            "drafter.sequential_head",
+            config.sequential_head,
+            "Qwen3DSparkModel knows the Markov head alone",
+            "publish drafter.sequential_head=markov",
+        )
     if shape.embedding_scale != 1.0 or shape.logit_soft_cap is not None:
         found = f"embedding scale {shape.embedding_scale:g}, logit soft cap {shape.logit_soft_cap}"
         raise _error(
@@ -213,7 +220,9 @@ def _check(files: Mapping[str, bytes]) -> None:
 
 def _check_tensors(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     shape, num_draft_ids = target_shape(config), config.get("draft_vocab_size")
-    expected_config = DSparkConfig("dspark", config["num_hidden_layers"], config["block_size"], num_draft_ids, config["markov_rank"])
+    expected_config = DSparkConfig(
+        "dspark", config["num_hidden_layers"], config["block_size"], num_draft_ids, "markov", config["markov_rank"]
+    )
     with torch.device("meta"):  # names and shapes without memory
         table = torch.empty(shape.vocab_size, shape.width)
         ids = None if num_draft_ids is None else torch.arange(num_draft_ids)

@@ -19,7 +19,7 @@ from torch import Tensor
 from dspark.config import TargetShape
 from dspark.drafters.base import FrozenTables
 from dspark.families import check_tapped_layers, target_shape
-from dspark.layers import rms_norm
+from dspark.layers import rms_norm, soft_capped
 
 
 @dataclass
@@ -61,18 +61,11 @@ class TargetHead:
         return rms_norm(hidden, self.norm_weight_D, self.shape.norm_epsilon, self.shape.norm_weight_offset)
 
     def logits(self, final: Tensor) -> Tensor:
-        return _soft_capped(torch.nn.functional.linear(final, self.tables.lm_head_VD), self.shape.logit_soft_cap)
+        return _logits(torch.nn.functional.linear(final, self.tables.lm_head_VD), self.shape)
 
 
-def _soft_capped(logits: Tensor, cap: float | None) -> Tensor:
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    return logits if cap is None else cap * torch.tanh(logits / cap)
-
-
-def fast_dtype() -> torch.dtype:
-    """bf16 where the processor has instructions for it; elsewhere they are emulated, several times slower than fp32."""
-    has_bf16 = torch.cuda.is_available() or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if has_bf16 else torch.float32
+def _logits(product: Tensor, shape: TargetShape) -> Tensor:
+    return soft_capped(product if product.dtype == torch.float64 else product.float(), shape.logit_soft_cap)
 
 
 def read_shape(folder: Path) -> TargetShape:
@@ -162,7 +155,7 @@ class TransformersTarget:
 
     @torch.no_grad()
     def logits(self, final: Tensor) -> Tensor:
-        return _soft_capped(self._model.get_output_embeddings()(final), self.shape.logit_soft_cap)
+        return _logits(self._model.get_output_embeddings()(final), self.shape)
 
     def states(self, token_ids: list[int]) -> TargetStates:
         """States of one whole sequence, without batch dimension: the reference capture."""

@@ -19,11 +19,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dspark.config import TrainingConfig
+from dspark.config import LossConfig, TrainingConfig
 from dspark.data import Ahead, RowDraw, RowOrder, RowSource, build_batch
-from dspark.drafters.base import BlockOutput, TrainingBatch
+from dspark.drafters.base import TrainingBatch
 from dspark.drafters.dflash import DFlash
-from dspark.losses import block_losses, loss_weights, total_loss
+from dspark.losses import Denominators, block_losses, loss_weights
 from dspark.storage import Storage
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -36,7 +36,9 @@ class TrainEngine(Protocol):
     world_size: int
     device: torch.device
 
-    def forward(self, batch: TrainingBatch) -> BlockOutput: ...
+    def forward(self, batch: TrainingBatch, denominators: Denominators) -> tuple[Tensor, Tensor]:
+        """The micro-batch's part of the loss, and `Losses.sums`."""
+        ...
 
     def backward(self, loss: Tensor) -> None:
         """Adds this micro-batch's gradients; the sum over micro-batches and ranks is the step's gradient."""
@@ -60,7 +62,21 @@ class TrainEngine(Protocol):
     def load(self, folder: Path) -> None: ...
 
 
-EngineFactory = Callable[[DFlash, TrainingConfig, int], TrainEngine]  # drafter, config, micro-batches a step and rank
+class DrafterLoss(torch.nn.Module):
+    """A drafter with its loss: what an engine runs. Inside one forward, since a sharded engine lends weights only there."""
+
+    def __init__(self, drafter: DFlash, config: LossConfig, chunk_rows: int) -> None:
+        super().__init__()
+        self.drafter, self._config, self._chunk_rows = drafter, config, chunk_rows
+
+    def forward(self, batch: TrainingBatch, denominators: Denominators) -> tuple[Tensor, Tensor]:
+        output, head = self.drafter(batch), self.drafter.head
+        weights = loss_weights(batch, head, self._config, denominators.sum.dtype)
+        losses = block_losses(output, batch, head, weights, denominators, self._config, self._chunk_rows)
+        return losses.total, losses.sums()
+
+
+EngineFactory = Callable[[DrafterLoss, TrainingConfig, int], TrainEngine]  # drafter, config, micro-batches a step and rank
 
 
 class LocalEngine:
@@ -68,9 +84,10 @@ class LocalEngine:
 
     rank, world_size = 0, 1
 
-    def __init__(self, drafter: DFlash, config: TrainingConfig, num_micro_batches: int) -> None:
+    def __init__(self, module: DrafterLoss, config: TrainingConfig, num_micro_batches: int) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._drafter = drafter.to(self.device, DTYPES[config.precision])
+        self._module = module.to(self.device, DTYPES[config.precision])
+        self._drafter = module.drafter
         self._clip_norm = config.clip_norm
         self._parameters = list(self._drafter.parameters())
         is_mixed = config.precision == "bf16"
@@ -86,8 +103,8 @@ class LocalEngine:
             muon_optimizer = torch.optim.Muon(muon, lr=config.muon_lr, weight_decay=config.weight_decay, momentum=MUON_MOMENTUM)
             self._optimizers.append((muon_optimizer, config.muon_lr))
 
-    def forward(self, batch: TrainingBatch) -> BlockOutput:
-        return self._drafter(batch)
+    def forward(self, batch: TrainingBatch, denominators: Denominators) -> tuple[Tensor, Tensor]:
+        return self._module(batch, denominators)
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
@@ -125,6 +142,14 @@ class LocalEngine:
                 parameter.copy_(saved)
         for (optimizer, _), saved in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What bounds a worker's memory, and changes the numbers by rounding alone."""
+
+    micro_batch_sequences: int
+    loss_chunk_rows: int
 
 
 @dataclass
@@ -170,7 +195,7 @@ def train(
     data: TrainingData,
     config: TrainingConfig,
     make_engine: EngineFactory,
-    micro_batch_sequences: int,
+    memory: Memory,
     storage: Storage,
     on_step: Callable[[Mapping[str, float]], None],
 ) -> TrainState:
@@ -178,13 +203,13 @@ def train(
     length on the select rows are in the returned state."""
     probe_world = int(torch.distributed.get_world_size()) if torch.distributed.is_initialized() else 1
     per_rank, left = divmod(config.batch_sequences, probe_world)
-    num_micro, uneven = divmod(per_rank, min(micro_batch_sequences, max(per_rank, 1)))
+    num_micro, uneven = divmod(per_rank, min(memory.micro_batch_sequences, max(per_rank, 1)))
     if left or uneven or not per_rank:
         raise ValueError(
-            f"stage.train.batch_sequences: {config.batch_sequences} does not divide into {probe_world} workers of micro-batches of {micro_batch_sequences}. "
+            f"stage.train.batch_sequences: {config.batch_sequences} does not divide into {probe_world} workers of micro-batches of {memory.micro_batch_sequences}. "
             "Fix: make it a multiple of cluster.train_workers x cluster.micro_batch_sequences"
         )
-    engine = make_engine(drafter, config, num_micro)
+    engine = make_engine(DrafterLoss(drafter, config.loss, memory.loss_chunk_rows), config, num_micro)
     checkpoints = _Checkpoints(storage, engine)
     state = checkpoints.load() or TrainState()
 
@@ -201,7 +226,7 @@ def train(
         metrics = _step(engine, drafter, data.block_size, config, prepared, state.step)
         state.step += 1
         if state.step % config.select_every_steps == 0 or state.step == config.num_steps:
-            selected = _select(engine, drafter, data, config, per_rank // num_micro)
+            selected = _select(engine, data, config, per_rank // num_micro)
             metrics |= selected
             if selected["select_accepted_length"] > state.best_accepted_length:
                 state.best_step, state.best_accepted_length = state.step, selected["select_accepted_length"]
@@ -217,35 +242,27 @@ def _step(engine: TrainEngine, drafter: DFlash, block_size: int, config: Trainin
     dtype = DTYPES[config.precision]
     batches = [batch.to(engine.device, dtype) for batch in prepared.batches]
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    weights = [loss_weights(batch, drafter.draft_ids_W, config.loss, wide) for batch in batches]
-    sum_weights, sum_weights_ce = engine.all_sum(torch.stack([torch.stack([w.sum, w.sum_ce]) for w in weights]).sum(0))
-    totals = torch.zeros(0)
-    for batch, weight in zip(batches, weights, strict=True):
-        sums = block_losses(engine.forward(batch), drafter.target_log_probs(batch), weight, batch.valid_BAK)
-        engine.backward(total_loss(sums, sum_weights, sum_weights_ce, config.loss))
-        row = torch.stack([sums.ce, sums.tv, sums.confidence, sums.accepted_length_sum, sums.block_count]).detach()
-        row = torch.cat([row, sums.accept_sum_K, sums.accept_count_K])
-        totals = row if not len(totals) else totals + row
+    weights = [loss_weights(batch, drafter.head, config.loss, wide) for batch in batches]
+    denominators = Denominators(*engine.all_sum(torch.stack([torch.stack([w.sum, w.sum_ce]) for w in weights]).sum(0)))
+    totals = torch.zeros(6 + 2 * block_size, dtype=wide, device=engine.device)
+    for batch in batches:
+        total, sums = engine.forward(batch, denominators)
+        engine.backward(total)
+        totals += sums
     grad_norm = engine.step(schedule(step, config))
     totals = engine.all_sum(totals)
-    # A step in which no row counts has loss 0, as in `total_loss`; one whose labels all lie outside still has TV.
-    denominators = (sum_weights_ce, sum_weights, sum_weights)
-    ce, tv, confidence = (float(n / d) if d > 0 else 0.0 for n, d in zip(totals[:3], denominators, strict=True))
-    loss = config.loss.alpha_ce * ce + config.loss.alpha_tv * tv + config.loss.alpha_confidence * confidence
+    # A step in which no row counts has loss 0, as in the loss itself; one whose labels all lie outside still has TV.
+    over = {"ce": denominators.sum_ce, "soft_ce": denominators.sum, "tv": denominators.sum, "confidence": denominators.sum}
+    terms = {name: float(n / d) if d > 0 else 0.0 for (name, d), n in zip(over.items(), totals[:4], strict=True)}
+    loss = sum(getattr(config.loss, f"alpha_{name}") * term for name, term in terms.items())
     if not math.isfinite(loss) or not math.isfinite(grad_norm or 0.0):
         raise ValueError(
             f"training step {step + 1}: loss {loss}, gradient norm {grad_norm}; rows {prepared.row_ids}. Fix: lower stage.train.lr, or inspect these rows"
         )
-    metrics = {
-        "loss": loss,
-        "loss_ce": ce,
-        "loss_tv": tv,
-        "loss_confidence": confidence,
-        "lr": schedule(step, config) * config.lr,
-    }
+    metrics = {"loss": loss, **{f"loss_{name}": term for name, term in terms.items()}, "lr": schedule(step, config) * config.lr}
     if grad_norm is not None:
         metrics["grad_norm"] = grad_norm
-    return metrics | _acceptance(totals[3:], block_size, "train")
+    return metrics | _acceptance(totals[4:], block_size, "train")
 
 
 def _acceptance(totals: Tensor, block_size: int, split: str) -> dict[str, float]:
@@ -256,22 +273,22 @@ def _acceptance(totals: Tensor, block_size: int, split: str) -> dict[str, float]
 
 
 @torch.no_grad()
-def _select(engine: TrainEngine, drafter: DFlash, data: TrainingData, config: TrainingConfig, micro_size: int) -> dict[str, float]:
+def _select(engine: TrainEngine, data: TrainingData, config: TrainingConfig, micro_size: int) -> dict[str, float]:
     """Expected accepted length, teacher-forced, on the select rows with fixed anchors."""
     dtype = DTYPES[config.precision]
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    totals = torch.zeros(2 + 2 * data.block_size, dtype=wide, device=engine.device)
+    totals = torch.zeros(6 + 2 * data.block_size, dtype=wide, device=engine.device)
+    nothing = Denominators(totals[0], totals[0])
     size = micro_size * engine.world_size  # a rank's memory is sized for micro-batches
     for start in range(0, data.num_select, size):
         draws = [RowDraw(n, n, (SELECT_SEED, n)) for n in range(start, min(start + size, data.num_select))]
         mine = draws[engine.rank :: engine.world_size] or draws[:1]
         rows = [(row, draw.anchor_seed) for row, draw in zip(data.select.read(mine), mine, strict=True)]
         batch = build_batch(rows, config.num_anchors, data.block_size).to(engine.device, dtype)
-        weight = loss_weights(batch, drafter.draft_ids_W, config.loss, wide)
-        sums = block_losses(engine.forward(batch), drafter.target_log_probs(batch), weight, batch.valid_BAK)
+        _, sums = engine.forward(batch, nothing)
         if draws[engine.rank :: engine.world_size]:
-            totals += torch.cat([torch.stack([sums.accepted_length_sum, sums.block_count]), sums.accept_sum_K, sums.accept_count_K])
-    return _acceptance(engine.all_sum(totals), data.block_size, "select")
+            totals += sums
+    return _acceptance(engine.all_sum(totals)[4:], data.block_size, "select")
 
 
 class _Checkpoints:

@@ -181,12 +181,15 @@ def _check(settings: Settings) -> None:
         "drafter.draft_vocab_size=null",
     )
     if isinstance(drafter, DSparkConfig):
+        has_head = drafter.sequential_head != "none"
         require(
-            drafter.markov_rank >= 1,
+            drafter.markov_rank >= 1 if has_head else drafter.markov_rank == 0,
             "drafter.markov_rank",
             drafter.markov_rank,
-            "a Markov head needs rank 1 or more",
-            "drafter=dflash for a drafter without heads",
+            f"a {drafter.sequential_head} head needs rank 1 or more" if has_head else "must be 0 without a sequential head",
+            "drafter.markov_rank=64, or drafter.sequential_head=none with rank 0, or drafter=dflash for no heads at all"
+            if has_head
+            else "drafter.markov_rank=0",
         )
     require(
         set(stage.prompts.fractions) == set(SPLITS),

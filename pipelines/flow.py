@@ -154,6 +154,7 @@ def build(settings: Settings) -> list[Step]:
         train_engine=cluster.train_engine,
         zero_stage=cluster.zero_stage,
         micro_batch_sequences=cluster.micro_batch_sequences,
+        loss_chunk_rows=cluster.loss_chunk_rows,
     )
     data, data_uris = _identify_data(settings.data)
     benchmark_uris = {name: absolute(uri) for name, uri in stage.evaluate.benchmarks.items()}

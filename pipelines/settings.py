@@ -235,6 +235,7 @@ class ClusterConfig:
     train_engine: Literal["local", "deepspeed"]
     zero_stage: Literal[0, 1, 2, 3]
     micro_batch_sequences: int
+    loss_chunk_rows: int
     max_attempts: int
 
 

@@ -98,7 +98,8 @@ class Verifier:
     """Lives on one worker; reads shards again."""
 
     def __init__(self, settings: Settings) -> None:
-        from dspark.target import TransformersTarget, fast_dtype
+        from dspark.layers import fast_dtype
+        from dspark.target import TransformersTarget
 
         self._settings, self._identity = settings, cache_identity(settings.config)
         self._cache, corpus = open_storage(settings.cache.uri), open_storage(settings.corpus.uri)

@@ -38,6 +38,16 @@ CAPTURE_ROWS = 24
 S3_SHARDS = 3
 
 
+def machine() -> str:
+    """What a figure belongs to: commit, processor, threads, load."""
+    import torch
+
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    bf16 = "bf16" if torch.cpu._is_avx512_bf16_supported() else "no bf16"
+    processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, {bf16}"
+    return f"commit {commit or 'unknown'}, {processor}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", default=["size", "local", "s3", "capture"], help="size local s3 capture")
@@ -45,9 +55,8 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = arguments.cache or newest(PROJECT_ROOT / "artifacts" / "cache_targets")
     manifest = json.loads((folder / MANIFEST).read_text())
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     counts = f"{manifest['num_rows']} rows, {manifest['num_tokens']} tokens, {manifest['bytes'] / 1e6:.0f} MB"
-    print(f"commit {commit}, {platform.machine()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}; {folder.name}: {counts}")
+    print(f"{machine()}; {folder.name}: {counts}")
     for part in arguments.parts:
         {"size": size, "local": local, "s3": s3, "capture": capture}[part](folder, open_cache(LocalStorage(str(folder))))
 
@@ -292,7 +301,8 @@ _runs: dict[str, Callable[[], object]] = {}  # of this process
 
 
 def _start_engine(kind: str, folder: Path, numbers: list[int]) -> None:
-    from dspark.target import fast_dtype, load_head
+    from dspark.layers import fast_dtype
+    from dspark.target import load_head
     from pipelines.backends.vllm import BATCH_TOKENS, ENGINE_DTYPE, Capture, Prefiller
     from pipelines.stages.cache_targets import cached_row
 

@@ -24,10 +24,11 @@ from dspark.config import TrainingConfig
 from dspark.data import RowDraw, RowOrder, build_batch
 from dspark.drafters import build_drafter
 from dspark.drafters.dflash import DFlash
-from dspark.losses import block_losses, loss_weights
+from dspark.layers import fast_dtype
+from dspark.losses import Denominators, block_losses, loss_weights
 from dspark.storage import LocalStorage
-from dspark.target import fast_dtype, load_head
-from dspark.training import LocalEngine, TrainingData, train
+from dspark.target import load_head
+from dspark.training import LocalEngine, Memory, TrainingData, train
 from pipelines import flow, runner, targets
 from pipelines.backends.object_store import open_storage
 from pipelines.config import compose
@@ -36,6 +37,7 @@ from tests.bench_cache import open_cache, rewrite
 
 EVERY_ANCHOR = 10_000
 EVAL_ROWS = 8
+LOSS_ROWS = 256  # block rows whose logits are held at once
 
 
 class Rows:
@@ -116,7 +118,7 @@ def trained(drafter: DFlash, config: TrainingConfig, cache: CacheReader, rows: S
         drafter.config.block_size,
     )
     with tempfile.TemporaryDirectory() as place:
-        train(drafter, data, config, LocalEngine, micro, LocalStorage(place), lambda _: None)
+        train(drafter, data, config, LocalEngine, Memory(micro, LOSS_ROWS), LocalStorage(place), lambda _: None)
 
 
 @torch.no_grad()
@@ -127,9 +129,10 @@ def judged(drafter: DFlash, config: TrainingConfig, cache: CacheReader, rows: Se
     for start in range(0, len(rows), EVAL_ROWS):
         batch = build_batch([(cache[i], (0,)) for i in rows[start : start + EVAL_ROWS]], EVERY_ANCHOR, drafter.config.block_size)
         batch = batch.to(torch.device("cpu"), torch.float32)
-        weights = loss_weights(batch, drafter.draft_ids_W, config.loss, torch.float32)
-        sums = block_losses(drafter(batch), drafter.target_log_probs(batch), weights, batch.valid_BAK)
-        total, blocks = total + float(sums.accepted_length_sum), blocks + float(sums.block_count)
+        weights = loss_weights(batch, drafter.head, config.loss, torch.float32)
+        everything = Denominators(weights.sum, weights.sum_ce)
+        losses = block_losses(drafter(batch), batch, drafter.head, weights, everything, config.loss, LOSS_ROWS)
+        total, blocks = total + float(losses.accepted_length), blocks + float(losses.num_blocks)
     return 1.0 + total / blocks, int(blocks)
 
 

@@ -105,6 +105,33 @@ def softmax(logits: Sequence[float]) -> list[float]:
     return [term / sum(terms) for term in terms]
 
 
+def dense_loss(batch, head, hidden_BAKD: Tensor, bias_BAKR: Tensor | None, bias_weight_WR: Tensor | None, confidence_BAK, config) -> Tensor:
+    """Eq. 12 of one batch by autograd over whole [rows, vocabulary] tensors, as the paper's code computes it: both softmaxes in
+    full, for the loss and again for the confidence label."""
+    valid = batch.valid_BAK
+    wide = torch.float64 if hidden_BAKD.dtype == torch.float64 else torch.float32
+    decay_K = torch.exp(-torch.arange(valid.shape[-1], dtype=wide) / config.position_decay)
+    weight = (valid * decay_K)[valid]
+    draft = soft_cap((hidden_BAKD[valid] @ head.weight_WD.T).to(wide), head.soft_cap)
+    if bias_BAKR is not None:
+        draft = draft + (bias_BAKR[valid] @ bias_weight_WR.T).to(wide)
+    target = soft_cap((batch.final_BAKD[valid] @ head.weight_WD.T).to(wide), head.soft_cap)
+    p_target = (target - batch.log_sum_exp_BAK[valid][:, None]).exp()
+    outside = (1.0 - p_target.sum(-1)).clamp_min(0.0)
+    labels = batch.label_BAK[valid]
+    inside = (head.ids_W[None] == labels[:, None]).any(-1)
+    place = torch.searchsorted(head.ids_W, labels).clamp_max(len(head.ids_W) - 1)
+    ce = -draft.log_softmax(-1).gather(-1, place[:, None])[:, 0]
+    soft_ce = -(p_target * draft.log_softmax(-1)).sum(-1) if config.alpha_soft_ce else torch.zeros_like(ce)
+    tv = (draft.softmax(-1) - p_target).abs().sum(-1) + outside
+    with torch.no_grad():
+        p_target = (target - batch.log_sum_exp_BAK[valid][:, None]).exp()
+        accept = 1.0 - 0.5 * ((draft.softmax(-1) - p_target).abs().sum(-1) + outside)
+    confidence = torch.nn.functional.binary_cross_entropy_with_logits(confidence_BAK[valid], accept, reduction="none")
+    terms = config.alpha_soft_ce * soft_ce + config.alpha_tv * tv + config.alpha_confidence * confidence
+    return config.alpha_ce * (weight * inside * ce).sum() / (weight * inside).sum() + (weight * terms).sum() / weight.sum()
+
+
 # --- the drafter (Eq. 2-7), with a dense mask ---------------------------------------------------------------------------
 
 
@@ -179,10 +206,25 @@ def drafter_rows(drafter, tapped_TLD: Tensor, anchors: Sequence[int], previous_A
     for row, previous in zip(x, [token for block in previous_AK for token in block], strict=True):
         hidden = rms_norm(row, w["norm.weight"], eps)
         score = soft_cap(head @ hidden, shape.logit_soft_cap)
+        features = hidden
         if "markov_head.markov_w1.weight" in w:
             embedded = w["markov_head.markov_w1.weight"][previous]
-            score = score + w["markov_head.markov_w2.weight"] @ embedded
-            features = torch.cat([hidden, embedded])
+            bias, features = embedded, torch.cat([hidden, embedded])
+            if "markov_head.gate_proj.weight" in w:
+                gate = w["markov_head.gate_proj.weight"] @ features + w["markov_head.gate_proj.bias"]
+                bias = embedded / (1.0 + torch.exp(-gate))
+            if "markov_head.joint_proj.weight" in w:  # rows of W_g, W_c, W_o; the state starts anew with every block
+                R = len(embedded)
+                if len(logits) % K == 0:
+                    state = torch.zeros(R, dtype=torch.float64)
+                z = torch.cat([state, embedded, hidden])
+                joint, offset = w["markov_head.joint_proj.weight"], w["markov_head.joint_proj.bias"]
+                gate, candidate, out = (joint[i * R : (i + 1) * R] @ z + offset[i * R : (i + 1) * R] for i in range(3))
+                gate = 1.0 / (1.0 + torch.exp(-gate))
+                state = gate * state + (1.0 - gate) * torch.tanh(candidate)
+                bias = torch.tanh(out)
+            score = score + w["markov_head.markov_w2.weight"] @ bias
+        if "confidence_head.proj.weight" in w:
             confidences.append(w["confidence_head.proj.weight"][0] @ features + w["confidence_head.proj.bias"][0])
         logits.append(score)
     size = (len(anchors), K)

@@ -189,7 +189,7 @@ class FaultProxy:
             self._faults.append(fault)
 
     def heal(self) -> None:
-        """Forgets all faults and the count of requests; those who wait go on."""
+        """Forgets all faults and the count of requests; those that wait are hung up on: their client may long be gone."""
         with self._lock:
             self._faults.clear()
             self.requests.clear()
@@ -226,9 +226,9 @@ class _Relay(BaseHTTPRequestHandler):
 
     def _relay(self) -> None:
         fault = self.server.proxy.take(self.command, self.path)
-        if fault.seconds:
-            self.server.proxy.healed.wait(fault.seconds)
-        if fault.status:
+        if fault.seconds and self.server.proxy.healed.wait(fault.seconds):
+            self._hang_up(is_reset=True)
+        elif fault.status:
             self._discard(int(self.headers.get("Content-Length", 0)))
             self._refuse(fault.status)
         elif fault.after_bytes is not None and self.command in ("PUT", "POST"):

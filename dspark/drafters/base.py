@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dspark.config import DrafterConfig, TargetShape
+from dspark.layers import soft_capped
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,20 @@ class FrozenTables:
 
     embedding_VD: Tensor
     lm_head_VD: Tensor
+
+
+@dataclass
+class TargetRows:
+    """The target's distribution at M rows: from its states after the final norm, or from its C best logits."""
+
+    log_sum_exp_M: Tensor
+    final_MD: Tensor | None
+    top_ids_MC: Tensor | None
+    top_logits_MC: Tensor | None
+
+    def __getitem__(self, rows: slice) -> "TargetRows":
+        final, ids, logits = (None if x is None else x[rows] for x in (self.final_MD, self.top_ids_MC, self.top_logits_MC))
+        return TargetRows(self.log_sum_exp_M[rows], final, ids, logits)
 
 
 @dataclass
@@ -36,6 +51,12 @@ class TrainingBatch:
     final_BAKD: Tensor | None
     top_ids_BAKC: Tensor | None = None
     top_logits_BAKC: Tensor | None = None
+
+    def target_rows(self) -> TargetRows:
+        """The target at the rows that count, in order."""
+        valid = self.valid_BAK
+        final, ids, logits = (None if x is None else x[valid] for x in (self.final_BAKD, self.top_ids_BAKC, self.top_logits_BAKC))
+        return TargetRows(self.log_sum_exp_BAK[valid], final, ids, logits)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "TrainingBatch":
         """Moves everything to a device, hidden states to the compute dtype."""
@@ -55,10 +76,38 @@ class TrainingBatch:
 
 @dataclass
 class BlockOutput:
-    """Teacher-forced predictions of every block row; the draft logits are those of Eq. 4 over the draft vocabulary."""
+    """Teacher-forced predictions of every block row, before any projection onto the vocabulary (`DraftHead.logits`)."""
 
-    draft_logits_BAKW: Tensor
+    hidden_BAKD: Tensor  # h_k, the backbone's output after its final norm
+    bias_BAKR: Tensor | None  # what W_2 turns into B_k; None without a sequential head
     confidence_logits_BAK: Tensor | None
+
+
+@dataclass(frozen=True)
+class DraftHead:
+    """From a row to its logits over the draft vocabulary: U_k + B_k (Eq. 4).
+
+    U_k is the target's LM head, frozen, on h_k, soft-capped like the target's logits; B_k is W_2, trained, on what the
+    sequential head computed.
+    """
+
+    weight_WD: Tensor
+    bias_weight_WR: Tensor | None
+    ids_W: Tensor  # ascending target ids of the draft vocabulary
+    soft_cap: float | None
+
+    def logits(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[..., D] and [..., R] -> [..., W], at least fp32."""
+        logits = nn.functional.linear(hidden, self.weight_WD)
+        logits = soft_capped(logits if logits.dtype == torch.float64 else logits.float(), self.soft_cap)
+        if bias is None or self.bias_weight_WR is None:
+            return logits
+        return logits + nn.functional.linear(bias, self.bias_weight_WR)
+
+    def index(self, token_ids: Tensor) -> Tensor:
+        """Target ids as indices of the draft vocabulary, -1 where they are outside or below 0."""
+        index = torch.searchsorted(self.ids_W, token_ids.clamp_min(0)).clamp_max(len(self.ids_W) - 1)
+        return index.where(self.ids_W[index] == token_ids, -1)
 
 
 @dataclass(frozen=True)
@@ -105,14 +154,12 @@ class Drafter(Protocol):
     shape: TargetShape
     tapped_layers: tuple[int, ...]
     mask_token_id: int
-    draft_ids_W: Tensor  # ascending target ids of the draft vocabulary
+
+    @property
+    def head(self) -> DraftHead: ...
 
     def __call__(self, batch: TrainingBatch) -> BlockOutput: ...
     def parameters(self) -> "nn.ParameterList": ...
-
-    def target_log_probs(self, batch: TrainingBatch) -> Tensor:
-        """log p_t over the draft vocabulary, [B, A, K, W], with the full-vocabulary normaliser."""
-        ...
 
     def new_context(self, num_requests: int, max_length: int) -> DraftContext: ...
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from dspark.config import DrafterConfig, TargetShape
-from dspark.drafters.base import BlockOutput, Choose, DraftContext, DraftSampling, FrozenTables, Proposal, TrainingBatch
+from dspark.drafters.base import BlockOutput, Choose, DraftContext, DraftHead, DraftSampling, FrozenTables, Proposal, TrainingBatch
+from dspark.drafters.heads import ConfidenceHead, HeadStep, MarkovHead
 from dspark.layers import DrafterLayer, RMSNorm, Rotation
 from dspark.sampling import distribution
 
@@ -23,7 +24,10 @@ INIT_STD = 0.02
 
 
 class DFlash(nn.Module):
-    """The backbone. Heads are hooks that return nothing here: `_embed_previous`, `_bias`, `_confidence`."""
+    """The backbone, and decoding with whatever heads a subclass adds to it."""
+
+    markov_head: MarkovHead | None
+    confidence_head: ConfidenceHead | None
 
     embedding_VD: Tensor
     lm_head_WD: Tensor
@@ -50,6 +54,14 @@ class DFlash(nn.Module):
         self.hidden_norm = RMSNorm(shape.width, shape.norm_epsilon)
         self.layers = nn.ModuleList(DrafterLayer(shape) for _ in range(config.num_layers))
         self.norm = RMSNorm(shape.width, shape.norm_epsilon)
+        self.markov_head = self.confidence_head = None
+        self.is_markov_ablated = False  # measurement only: drafts without the bias, confidences unchanged
+
+    @property
+    def head(self) -> DraftHead:
+        has_bias = self.markov_head is not None and not self.is_markov_ablated
+        bias_weight_WR = self.markov_head.markov_w2.weight if self.markov_head is not None and has_bias else None
+        return DraftHead(self.lm_head_WD, bias_weight_WR, self.draft_ids_W, self.shape.logit_soft_cap)
 
     def initialise(self, seed: int) -> None:
         """Normal(0, 0.02) matrices, zero biases, unit norms; the same for every world size."""
@@ -68,27 +80,14 @@ class DFlash(nn.Module):
     # --- training -----------------------------------------------------------------------------------------------------
 
     def forward(self, batch: TrainingBatch) -> BlockOutput:
-        """Teacher-forced draft logits of every block row."""
+        """Teacher-forced predictions of every block row."""
         T = batch.tapped_BTLD.shape[1]
         positions = torch.arange(T, device=batch.anchors_BA.device)
         context = self._context(batch.tapped_BTLD, positions[None])
         visible_BAT = positions[None, None] < batch.anchors_BA[..., None]
         hidden_BAKD = self._blocks(batch.previous_BAK[..., 0], batch.anchors_BA, context, visible_BAT)
-        embedded = self._embed_previous(batch.previous_BAK)
-        return BlockOutput(self._logits(hidden_BAKD) + self._bias(embedded), self._confidence(hidden_BAKD, embedded))
-
-    def target_log_probs(self, batch: TrainingBatch) -> Tensor:
-        with torch.no_grad():
-            if batch.final_BAKD is not None:
-                return self._logits(batch.final_BAKD) - batch.log_sum_exp_BAK[..., None]
-            assert batch.top_ids_BAKC is not None
-            assert batch.top_logits_BAKC is not None
-            # Ids outside the draft vocabulary go to a place of their own, which is cut off.
-            index = torch.searchsorted(self.draft_ids_W, batch.top_ids_BAKC).clamp_max(len(self.draft_ids_W) - 1)
-            index = index.where(self.draft_ids_W[index] == batch.top_ids_BAKC, len(self.draft_ids_W))
-            log_probs = batch.top_logits_BAKC - batch.log_sum_exp_BAK[..., None]
-            whole = log_probs.new_full((*index.shape[:-1], len(self.draft_ids_W) + 1), -torch.inf)
-            return whole.scatter_(-1, index, log_probs)[..., :-1]
+        step = self.markov_head.block(batch.previous_BAK, hidden_BAKD) if self.markov_head is not None else None
+        return BlockOutput(hidden_BAKD, step.bias if step else None, self._confidence(hidden_BAKD, step))
 
     # --- decoding -----------------------------------------------------------------------------------------------------
 
@@ -113,13 +112,16 @@ class DFlash(nn.Module):
         visible_BAT = (torch.arange(S, device=anchor_positions_B.device)[None] < anchor_positions_B[:, None])[:, None]
         window = [(k[:, :S], v[:, :S]) for k, v in zip(context.keys, context.values, strict=True)]
         hidden_BKD = self._blocks(anchor_tokens_B[:, None], anchor_positions_B[:, None], window, visible_BAT)[:, 0]
-        base_BKW = self._logits(hidden_BKD)
-        temperature = 0.0 if sampling.mode == "greedy" else sampling.temperature
-        previous_B, tokens, probs, confidences = anchor_tokens_B, [], [], []
+        head, temperature = self.head, 0.0 if sampling.mode == "greedy" else sampling.temperature
+        previous_B, step, tokens, probs, confidences = anchor_tokens_B, None, [], [], []
+        base_BKW = head.logits(hidden_BKD)
         for k in range(self.config.block_size):
-            embedded = self._embed_previous(previous_B)
-            probs.append(distribution(base_BKW[:, k] + self._bias(embedded), temperature))
-            confidences.append(self._confidence(hidden_BKD[:, k], embedded))
+            logits_BW = base_BKW[:, k]
+            if self.markov_head is not None:
+                step = self.markov_head.step(previous_B, hidden_BKD[:, k], step.state if step else None)
+                logits_BW = logits_BW if head.bias_weight_WR is None else logits_BW + nn.functional.linear(step.bias, head.bias_weight_WR)
+            probs.append(distribution(logits_BW, temperature))
+            confidences.append(self._confidence(hidden_BKD[:, k], step))
             previous_B = self.draft_ids_W[choose(k, probs[-1])]
             tokens.append(previous_B)
         confidence = None if confidences[0] is None else torch.stack([c for c in confidences if c is not None], dim=1)
@@ -147,18 +149,5 @@ class DFlash(nn.Module):
             x_BAKD = layer(x_BAKD, rotation, keys_values, visible_BAT)
         return self.norm(x_BAKD)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """The frozen LM head over the draft vocabulary, soft-capped like the target's, at least fp32."""
-        logits = nn.functional.linear(hidden, self.lm_head_WD)
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        cap = self.shape.logit_soft_cap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
-
-    def _embed_previous(self, previous: Tensor) -> Tensor | None:
-        return None
-
-    def _bias(self, embedded: Tensor | None) -> Tensor | float:
-        return 0.0
-
-    def _confidence(self, hidden: Tensor, embedded: Tensor | None) -> Tensor | None:
-        return None
+    def _confidence(self, hidden: Tensor, step: HeadStep | None) -> Tensor | None:
+        return None if self.confidence_head is None else self.confidence_head(hidden, step.embedded if step else None)

@@ -19,16 +19,17 @@ os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else
 import deepspeed
 
 from dspark.config import TrainingConfig
-from dspark.drafters.base import BlockOutput, TrainingBatch
+from dspark.drafters.base import TrainingBatch
 from dspark.drafters.dflash import DFlash
-from dspark.training import DTYPES, MUON_MOMENTUM
+from dspark.losses import Denominators
+from dspark.training import DTYPES, MUON_MOMENTUM, DrafterLoss
 
 TAG = "engine"
 
 
-def engine_factory(zero_stage: int) -> Callable[[DFlash, TrainingConfig, int], "DeepSpeedEngine"]:
+def engine_factory(zero_stage: int) -> Callable[[DrafterLoss, TrainingConfig, int], "DeepSpeedEngine"]:
     """What the training loop calls to wrap its drafter."""
-    return lambda drafter, config, num_micro_batches: DeepSpeedEngine(drafter, config, num_micro_batches, zero_stage)
+    return lambda module, config, num_micro_batches: DeepSpeedEngine(module, config, num_micro_batches, zero_stage)
 
 
 def _optimizer(drafter: DFlash, config: TrainingConfig) -> tuple[list[float], torch.optim.Optimizer]:
@@ -57,18 +58,18 @@ def _optimizer(drafter: DFlash, config: TrainingConfig) -> tuple[list[float], to
 class DeepSpeedEngine:
     """One rank of the sharded engine. torch.distributed must be initialised."""
 
-    def __init__(self, drafter: DFlash, config: TrainingConfig, num_micro_batches: int, zero_stage: int) -> None:
+    def __init__(self, module: DrafterLoss, config: TrainingConfig, num_micro_batches: int, zero_stage: int) -> None:
         # DeepSpeed would compile a shared-memory operator (a minute, and a compiler) that training does not use.
         # `deepspeed.comm.torch` as an attribute is torch itself, so the module is asked for by name.
         setattr(importlib.import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None)  # noqa: B010
         deepspeed.init_distributed(dist_backend=torch.distributed.get_backend())
         self.rank, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self._scale, self._zero_stage = float(self.world_size * num_micro_batches), zero_stage
-        drafter = drafter.to(DTYPES[config.precision])
-        self._peaks, optimizer = _optimizer(drafter, config)
+        module = module.to(DTYPES[config.precision])
+        self._peaks, optimizer = _optimizer(module.drafter, config)
         self._has_muon = config.muon_lr is not None
         self._engine, *_ = deepspeed.initialize(
-            model=drafter,
+            model=module,
             optimizer=optimizer,
             config={
                 "train_micro_batch_size_per_gpu": config.batch_sequences // self.world_size // num_micro_batches,
@@ -82,8 +83,8 @@ class DeepSpeedEngine:
         )
         self.device = self._engine.device
 
-    def forward(self, batch: TrainingBatch) -> BlockOutput:
-        return self._engine(batch)
+    def forward(self, batch: TrainingBatch, denominators: Denominators) -> tuple[Tensor, Tensor]:
+        return self._engine(batch, denominators)
 
     def backward(self, loss: Tensor) -> None:
         self._engine.backward(loss * self._scale)
@@ -105,7 +106,7 @@ class DeepSpeedEngine:
 
     def weights(self) -> dict[str, Tensor]:
         state = self._engine._zero3_consolidated_16bit_state_dict() if self._zero_stage == 3 else self._engine.module.state_dict()
-        return {name: tensor.detach().clone() for name, tensor in (state or {}).items()}
+        return {name.removeprefix("drafter."): tensor.detach().clone() for name, tensor in (state or {}).items()}
 
     def save(self, folder: Path) -> None:
         self._engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)

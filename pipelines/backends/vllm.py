@@ -38,7 +38,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 )
 from vllm.inputs import TokensPrompt  # noqa: E402
 
-from dspark.target import fast_dtype  # noqa: E402
+from dspark.layers import fast_dtype  # noqa: E402
 
 if TYPE_CHECKING:
     from dspark.target import TargetHead

@@ -231,7 +231,8 @@ class Capturer:
 
     def __init__(self, settings: Settings) -> None:
         from dspark.families import check_tapped_layers
-        from dspark.target import fast_dtype, load_head
+        from dspark.layers import fast_dtype
+        from dspark.target import load_head
 
         folder, config = local_folder(settings.target_uri), settings.config
         self._settings, self._config = settings, config

@@ -97,7 +97,7 @@ def train_worker(settings: Settings, make_engine: "EngineFactory", report: Repor
     from dspark.checkpoint import save_drafter
     from dspark.drafters import build_drafter
     from dspark.target import load_head
-    from dspark.training import DTYPES, train
+    from dspark.training import DTYPES, Memory, train
 
     config, out = settings.config, open_storage(settings.out_uri)
     ids = json.loads(out.read(VOCABULARY))["ids"]
@@ -110,7 +110,8 @@ def train_worker(settings: Settings, make_engine: "EngineFactory", report: Repor
     def on_step(metrics: Mapping[str, float]) -> None:
         report(Progress(int(metrics["step"]), config.train.num_steps, "steps", {k: v for k, v in metrics.items() if k != "step"}))
 
-    state = train(drafter, data, config.train, make_engine, settings.resources.micro_batch_sequences, out, on_step)
+    memory = Memory(settings.resources.micro_batch_sequences, settings.resources.loss_chunk_rows)
+    state = train(drafter, data, config.train, make_engine, memory, out, on_step)
     best = {"best_step": float(state.best_step), "select_accepted_length": state.best_accepted_length}
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         save_drafter(out, artifacts.Drafter.FOLDER, drafter, state.best_weights, config.target.weights, best)

@@ -34,7 +34,7 @@ def target(tiny_target):
 
 def _drafter(folder: Path, target, kind="dspark", draft_ids=None):
     head = load_head(folder, target.dtype)
-    config = DSparkConfig(kind, 2, K, None, markov_rank=V) if kind == "dspark" else DFlashConfig(kind, 2, K, None)
+    config = DSparkConfig(kind, 2, K, None, "markov", markov_rank=V) if kind == "dspark" else DFlashConfig(kind, 2, K, None)
     drafter = build_drafter(config, head.shape, TAPPED, 63, head.tables, draft_ids).to(target.dtype)
     generator = np.random.default_rng(0)
     for _, parameter in sorted(drafter.named_parameters()):
@@ -209,7 +209,9 @@ def test_rounds_hold_the_probabilities_of_a_teacher_forced_pass(target, drafter,
             batch = TrainingBatch(states.tapped_BTLD[None, :a], torch.tensor([[a]]), previous, previous, previous >= 0, None, None)
             with torch.no_grad():
                 output = drafter(batch)
-            p_draft = distribution(output.draft_logits_BAKW[0, 0], 0.7 if mode == "probabilistic" else 0.0)
+            p_draft = distribution(
+                drafter.head.logits(output.hidden_BAKD, output.bias_BAKR)[0, 0].detach(), 0.7 if mode == "probabilistic" else 0.0
+            )
             assert r.draft_probs == pytest.approx([float(p_draft[k, x]) for k, x in enumerate(r.draft_tokens)], abs=1e-9)
             assert r.confidence_logits == pytest.approx(output.confidence_logits_BAK[0, 0].tolist(), abs=1e-9)
             drafted = target.states([*text[: a + 1], *r.draft_tokens])

@@ -13,9 +13,9 @@ import torch
 from dspark.blocks import attention_mask
 from dspark.cache import CacheFormat
 from dspark.data import RowDraw, build_batch
-from dspark.losses import block_losses, loss_weights, total_loss
+from dspark.losses import Denominators, loss_weights
 from dspark.storage import LocalStorage
-from dspark.training import LocalEngine, schedule, train
+from dspark.training import DrafterLoss, LocalEngine, Memory, schedule, train
 from tests import oracles
 from tests.dspark import tiny
 
@@ -38,14 +38,24 @@ class Run:
     """One call of `train`, keeping its engine."""
 
     def __init__(
-        self, data, config, storage, kind="dspark", micro=4, draft_ids=None, seed=2, on_step=lambda metrics: None, engine=LocalEngine
+        self,
+        data,
+        config,
+        storage,
+        kind="dspark",
+        micro=4,
+        draft_ids=None,
+        seed=2,
+        on_step=lambda metrics: None,
+        engine=LocalEngine,
+        chunk_rows=7,
     ):
-        def make_engine(drafter, config, num_micro):
-            self.engine = engine(drafter, config, num_micro)
+        def make_engine(module, config, num_micro):
+            self.engine = engine(module, config, num_micro)
             return self.engine
 
         self.drafter = tiny.drafter(kind, draft_ids, seed=seed)
-        self.state = train(self.drafter, data, config, make_engine, micro, LocalStorage(str(storage)), on_step)
+        self.state = train(self.drafter, data, config, make_engine, Memory(micro, chunk_rows), LocalStorage(str(storage)), on_step)
         self.curves, self.weights = self.state.curves, self.engine.weights()
 
     def column(self, name):
@@ -85,16 +95,15 @@ def test_first_step_has_the_loss_of_the_oracle_from_cache_to_total(data, tmp_pat
 def test_step_of_the_engine_equals_adamw_written_out():
     config = _config(lr=1e-2, weight_decay=0.1, clip_norm=0.05)
     drafter = tiny.drafter("dspark")
-    engine = LocalEngine(drafter, config, 1)
+    engine = LocalEngine(DrafterLoss(drafter, config.loss, 7), config, 1)
     rows = tiny.rows(2, 0)
     batch = build_batch([(rows[0], (1,)), (rows[1], (2,))], 6, tiny.BLOCK).to(engine.device, torch.float64)
-    weights = loss_weights(batch, drafter.draft_ids_W, config.loss, torch.float64)
+    weights = loss_weights(batch, drafter.head, config.loss, torch.float64)
     wanted = {name: p.detach().clone() for name, p in drafter.named_parameters()}
     first, second = ({name: torch.zeros_like(p) for name, p in wanted.items()} for _ in range(2))
     for step, share in enumerate((1.0, 0.5), start=1):
         lr = share * config.lr
-        sums = block_losses(engine.forward(batch), drafter.target_log_probs(batch), weights, batch.valid_BAK)
-        engine.backward(total_loss(sums, weights.sum, weights.sum_ce, config.loss))
+        engine.backward(engine.forward(batch, Denominators(weights.sum, weights.sum_ce))[0])
         gradients = {name: p.grad.clone() for name, p in drafter.named_parameters()}
         norm = sum(float((g * g).sum()) for g in gradients.values()) ** 0.5
         assert engine.step(share) == pytest.approx(norm, rel=1e-12)
@@ -115,7 +124,8 @@ def test_muon_moves_matrices_by_orthogonal_steps_and_the_rest_by_adamw():
     for muon_lr in (None, 0.02):
         drafter = tiny.drafter("dspark")
         before = {name: p.detach().clone() for name, p in drafter.named_parameters()}
-        engine = LocalEngine(drafter, _config(muon_lr=muon_lr, clip_norm=None), 1)
+        config = _config(muon_lr=muon_lr, clip_norm=None)
+        engine = LocalEngine(DrafterLoss(drafter, config.loss, 7), config, 1)
         generator = np.random.default_rng(3)
         gradients = {name: torch.from_numpy(generator.normal(size=p.shape)) for name, p in drafter.named_parameters()}
         for name, p in drafter.named_parameters():
@@ -297,9 +307,7 @@ def _empty_rows(num):
 def test_batch_without_a_valid_row_gives_zero_loss_and_a_zero_gradient_for_every_parameter():
     drafter = tiny.drafter("dspark")
     batch = build_batch([(row, (1,)) for row in _empty_rows(2)], 4, tiny.BLOCK).to(torch.device("cpu"), torch.float64)
-    weights = loss_weights(batch, drafter.draft_ids_W, tiny.TRAINING.loss, torch.float64)
-    sums = block_losses(drafter(batch), drafter.target_log_probs(batch), weights, batch.valid_BAK)
-    total = total_loss(sums, weights.sum, weights.sum_ce, tiny.TRAINING.loss)
+    total = tiny.losses(drafter, batch).total
     total.backward()
     assert total.item() == 0.0
     assert all(p.grad is not None and not p.grad.any() for p in drafter.parameters())
@@ -372,9 +380,9 @@ def test_selection_runs_no_larger_batches_than_training(data, tmp_path):
     sizes = []
 
     class Watched(LocalEngine):
-        def forward(self, batch):
+        def forward(self, batch, denominators):
             sizes.append(len(batch.anchors_BA))
-            return super().forward(batch)
+            return super().forward(batch, denominators)
 
     first = Run(data, _config(num_steps=2, select_every_steps=1), tmp_path / "1", micro=1, engine=Watched)
     assert max(sizes) == 1
@@ -389,7 +397,7 @@ def test_selection_covers_every_select_row_with_the_oracles_length(data, tmp_pat
     for n, row in enumerate(data.select.read([RowDraw(n, n, ()) for n in range(3)])):
         assert row.split == "select"
         batch = build_batch([(row, (980406, n))], tiny.TRAINING.num_anchors, tiny.BLOCK).to(torch.device("cpu"), torch.float64)
-        p_draft, p_target = drafter(batch).draft_logits_BAKW[0].detach().softmax(-1), drafter.target_log_probs(batch)[0].exp()
+        p_draft, p_target = tiny.draft_logits(drafter, batch)[0].detach().softmax(-1), tiny.target_probs(drafter, batch)[0]
         accept = torch.minimum(p_draft, p_target).sum(-1) * batch.valid_BAK[0]
         lengths += [sum(float(row[: k + 1].prod()) for k in range(tiny.BLOCK)) for row in accept]
     assert run.curves[0]["select_accepted_length"] == pytest.approx(1.0 + sum(lengths) / len(lengths), rel=1e-6)
@@ -477,7 +485,9 @@ def test_training_from_the_best_logits_differs_by_no_more_than_the_mass_that_the
 
 
 @pytest.mark.parametrize(
-    ("kind", "draft_ids"), [("dflash", None), ("dspark", None), ("dspark", tiny.REDUCED)], ids=["dflash", "dspark", "dspark_reduced"]
+    ("kind", "draft_ids"),
+    [("dflash", None), ("dspark", None), ("dspark", tiny.REDUCED), ("gated", None), ("rnn", None)],
+    ids=["dflash", "dspark", "dspark_reduced", "gated", "rnn"],
 )
 def test_curves_of_twenty_steps_equal_the_golden_ones(data, tmp_path, kind, draft_ids, request):
     path = GOLDEN / f"training_{request.node.callspec.id}.json"

@@ -15,11 +15,13 @@ from dspark.cache import CacheFormat, CacheIdentity, CacheReader, CacheRow, num_
 from dspark.config import DFlashConfig, DrafterConfig, DSparkConfig, LossConfig, TargetShape, TrainingConfig
 from dspark.data import CachedRows, RowOrder
 from dspark.drafters import build_drafter
-from dspark.drafters.base import FrozenTables
+from dspark.drafters.base import FrozenTables, TrainingBatch
 from dspark.drafters.dflash import DFlash
+from dspark.losses import Denominators, Losses, block_losses, loss_weights
+from dspark.losses import target_probs as losses_target_probs
 from dspark.states import States, encode
 from dspark.storage import LocalStorage, Storage
-from dspark.training import TrainingData
+from dspark.training import Memory, TrainingData
 
 SHAPE = TargetShape(
     model_type="llama", num_layers=6, width=16, num_heads=4, num_kv_heads=2, head_width=6, mlp_width=20, vocab_size=23,
@@ -37,12 +39,37 @@ TOPK = CacheFormat("bf16", "topk", 5)
 ENGINE = "noise 1"
 CONFIGS: dict[str, DrafterConfig] = {
     "dflash": DFlashConfig("dflash", num_layers=2, block_size=BLOCK, draft_vocab_size=None),
-    "dspark": DSparkConfig("dspark", num_layers=2, block_size=BLOCK, draft_vocab_size=None, markov_rank=5),
+    **{
+        name: DSparkConfig("dspark", num_layers=2, block_size=BLOCK, draft_vocab_size=None, sequential_head=head, markov_rank=rank)
+        for name, head, rank in (("dspark", "markov", 5), ("gated", "gated", 5), ("rnn", "rnn", 5), ("headless", "none", 0))
+    },
 }
 TRAINING = TrainingConfig(
     lr=3e-3, muon_lr=None, num_steps=20, warmup_fraction=0.2, weight_decay=0.0, clip_norm=1.0, batch_sequences=4, num_anchors=6, precision="fp64", seed=7,
-    window_shards=2, row_uses=1, select_every_steps=5, checkpoint_every_steps=10, loss=LossConfig(alpha_ce=0.1, alpha_tv=0.9, alpha_confidence=1.0, position_decay=4.0),
+    window_shards=2, row_uses=1, select_every_steps=5, checkpoint_every_steps=10, loss=LossConfig(alpha_ce=0.1, alpha_soft_ce=0.0, alpha_tv=0.9, alpha_confidence=1.0, position_decay=4.0),
 )  # fmt: skip
+
+
+MEMORY = Memory(micro_batch_sequences=4, loss_chunk_rows=5)
+
+
+def losses(drafter: DFlash, batch: TrainingBatch, config: LossConfig = TRAINING.loss, chunk_rows: int = 5) -> Losses:
+    """The loss of one batch, as if it were a whole step."""
+    weights = loss_weights(batch, drafter.head, config, torch.float64)
+    return block_losses(drafter(batch), batch, drafter.head, weights, Denominators(weights.sum, weights.sum_ce), config, chunk_rows)
+
+
+def draft_logits(drafter: DFlash, batch: TrainingBatch) -> Tensor:
+    """[B, A, K, W], in full."""
+    output = drafter(batch)
+    return drafter.head.logits(output.hidden_BAKD, output.bias_BAKR)
+
+
+def target_probs(drafter: DFlash, batch: TrainingBatch) -> Tensor:
+    """p_t over the draft vocabulary [B, A, K, W]; 0 on rows that do not count."""
+    probs = drafter.lm_head_WD.new_zeros(*batch.valid_BAK.shape, len(drafter.draft_ids_W))
+    probs[batch.valid_BAK] = losses_target_probs(batch.target_rows(), drafter.head)
+    return probs
 
 
 def tables(shape: TargetShape = SHAPE, seed: int = 1) -> FrozenTables:

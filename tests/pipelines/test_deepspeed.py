@@ -45,7 +45,15 @@ def _rank(rank: int, world_size: int, folder: str, config, zero_stage: int) -> N
                 raise Stop
 
         drafter = tiny.drafter("dspark", seed=seed)
-        state = train(drafter, _data(Path(folder) / f"{name}-{rank}"), config, make_engine, 1, LocalStorage(f"{folder}/{name}"), on_step)
+        state = train(
+            drafter,
+            _data(Path(folder) / f"{name}-{rank}"),
+            config,
+            make_engine,
+            tiny.Memory(1, 7),
+            LocalStorage(f"{folder}/{name}"),
+            on_step,
+        )
         state.best_weights = engines[0].weights()
         return state
 
@@ -61,8 +69,8 @@ def _rank(rank: int, world_size: int, folder: str, config, zero_stage: int) -> N
 
 @pytest.mark.parametrize(
     ("config", "world_size", "zero_stage"),
-    [(ADAMW, 1, 1), (MUON, 1, 1), (MUON, 2, 1), (MUON, 2, 2), (MUON, 1, 3), (BF16_MUON, 1, 1)],
-    ids=["adamw", "muon", "muon-2", "muon-2-zero2", "muon-zero3", "muon-bf16"],
+    [(ADAMW, 1, 1), (ADAMW, 2, 0), (ADAMW, 2, 3), (MUON, 2, 1), (MUON, 2, 2), (MUON, 1, 3), (BF16_MUON, 1, 1)],
+    ids=["adamw", "adamw-2-zero0", "adamw-2-zero3", "muon-2", "muon-2-zero2", "muon-zero3", "muon-bf16"],
 )
 def test_sharded_engine_gives_the_numbers_of_the_local_one(tmp_path, config, world_size, zero_stage):
     torch.multiprocessing.spawn(_rank, (world_size, str(tmp_path), config, zero_stage), nprocs=world_size)
@@ -74,7 +82,15 @@ def test_sharded_engine_gives_the_numbers_of_the_local_one(tmp_path, config, wor
         return engines[0]
 
     before = {name: p.detach().float().clone() for name, p in drafter.named_parameters()}
-    local = train(drafter, _data(tmp_path / "local"), config, make_engine, 1, LocalStorage(str(tmp_path / "out")), lambda metrics: None)
+    local = train(
+        drafter,
+        _data(tmp_path / "local"),
+        config,
+        make_engine,
+        tiny.Memory(1, 7),
+        LocalStorage(str(tmp_path / "out")),
+        lambda metrics: None,
+    )
     wanted = engines[0].weights()
     # Newton-Schulz runs in bf16, in another order of operations: a part in a hundred of each step. bf16 weights are rounded to
     # more than what a norm moves in these few steps, so of those only the matrices are compared.
@@ -85,7 +101,7 @@ def test_sharded_engine_gives_the_numbers_of_the_local_one(tmp_path, config, wor
         moved = (wanted[name] - start).norm()
         assert float((weights[name] - wanted[name]).norm() / moved) < close, name
     assert [p["loss"] for p in curves] == pytest.approx([p["loss"] for p in local.curves], rel=close / 10)
-    if config.muon_lr is None:
+    if config.muon_lr is None and zero_stage > 0:  # plain DeepSpeed does not tell it
         assert [p["grad_norm"] for p in curves] == pytest.approx([p["grad_norm"] for p in local.curves], rel=1e-4)
     assert resumed_curves == curves
     assert all(torch.equal(resumed_weights[name], weights[name]) for name in weights)

@@ -90,9 +90,9 @@ for name, draft_ids in (("reduced", torch.arange(0, V, 3)), ("whole", None)):
     drafter, folder = release(name, draft_ids)
     config, module = built(folder)
     with set_current_vllm_config(config), torch.no_grad():
-        embedded = drafter.markov_head.embed(previous)
+        embedded = drafter.markov_head.markov_w1(previous)
         assert torch.equal(module.markov_embed(previous), embedded)
-        same(module.markov_bias(embedded), drafter.markov_head.bias(embedded))
+        same(module.markov_bias(embedded), drafter.markov_head.markov_w2(embedded))
         same(module.compute_confidence(hidden, embedded).flatten(), drafter.confidence_head(hidden, embedded).sigmoid())
         same(module.model.fc(hidden.repeat(1, len(TAPPED))), drafter.fc(hidden.repeat(1, len(TAPPED))))
         ids = torch.arange(len(drafter.draft_ids_W))
