@@ -18,18 +18,22 @@ from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
 from dspark.cache import LAYER_CONVENTION
-from dspark.config import DFlashConfig, DSparkConfig
+from dspark.config import CONFIGS
 from dspark.drafters import build_drafter
-from dspark.drafters.dflash import DFlash
+from dspark.drafters.base import Drafter
 from dspark.storage import Storage
 from dspark.target import TargetHead
 
 DRAFTER_FORMAT_VERSION = 1
-_CONFIGS = {"dflash": DFlashConfig, "dspark": DSparkConfig}
 
 
 def save_drafter(
-    storage: Storage, folder: str, drafter: DFlash, weights: Mapping[str, Tensor], target_weights_sha256: str, provenance: Mapping[str, Any]
+    storage: Storage,
+    folder: str,
+    drafter: Drafter,
+    weights: Mapping[str, Tensor],
+    target_weights_sha256: str,
+    provenance: Mapping[str, Any],
 ) -> list[str]:
     """Writes weights, then config; returns the file names."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
@@ -51,7 +55,7 @@ def save_drafter(
     return names
 
 
-def load_drafter(storage: Storage, folder: str, head: TargetHead, target_weights_sha256: str, dtype: torch.dtype) -> DFlash:
+def load_drafter(storage: Storage, folder: str, head: TargetHead, target_weights_sha256: str, dtype: torch.dtype) -> Drafter:
     """A drafter ready to draft for this target; ValueError when it was trained for another one."""
     config = json.loads(storage.read(f"{folder}/config.json"))
     if config["format_version"] != DRAFTER_FORMAT_VERSION:
@@ -66,7 +70,7 @@ def load_drafter(storage: Storage, folder: str, head: TargetHead, target_weights
     tensors = load_safetensors(storage.read(f"{folder}/model.safetensors"))
     offsets = tensors.pop("d2t", None)
     draft_ids = None if offsets is None else offsets + torch.arange(len(offsets))
-    drafter_config = _CONFIGS[config["drafter"]["kind"]](**config["drafter"])
+    drafter_config = CONFIGS[config["drafter"]["kind"]](**config["drafter"])
     drafter = build_drafter(drafter_config, head.shape, tuple(config["tapped_layers"]), config["mask_token_id"], head.tables, draft_ids)
     drafter.to(dtype).load_state_dict(tensors)
     return drafter.eval()

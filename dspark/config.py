@@ -29,7 +29,29 @@ class DSparkConfig:
     markov_rank: int  # of the sequential head; 0 with none
 
 
-DrafterConfig = DFlashConfig | DSparkConfig
+@dataclass(frozen=True)
+class Eagle3Config:
+    """One layer that drafts token by token on its own previous output; trained with as many steps of training-time test as a
+    block has tokens."""
+
+    kind: Literal["eagle3"]
+    block_size: int
+    draft_vocab_size: int | None
+
+
+@dataclass(frozen=True)
+class MtpConfig:
+    """One transformer block on the target's final state and the next token's embedding. One draft token: MTP-1."""
+
+    kind: Literal["mtp"]
+    block_size: int
+    draft_vocab_size: int | None
+
+
+DrafterConfig = DFlashConfig | DSparkConfig | Eagle3Config | MtpConfig
+CONFIGS: dict[str, type[DFlashConfig | DSparkConfig | Eagle3Config | MtpConfig]] = {
+    "dflash": DFlashConfig, "dspark": DSparkConfig, "eagle3": Eagle3Config, "mtp": MtpConfig,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

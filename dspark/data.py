@@ -160,6 +160,7 @@ def build_batch(rows: Sequence[tuple[CacheRow, tuple[int, ...]]], num_anchors: i
     # An anchor sees what lies strictly before it, so the context ends at the last anchor.
     T = max(max(int(b.anchors_A.max(initial=0)) for b in laid), 1)
     tapped = torch.empty(B, T, *rows[0][0].tapped_PLD.codes.shape[1:], dtype=torch.bfloat16)
+    next_tokens = np.zeros((B, T), np.int64)
     anchors, previous = np.zeros((B, A), np.int64), np.zeros((B, A, K), np.int64)
     label, valid = np.full((B, A, K), -1, np.int64), np.zeros((B, A, K), bool)
     log_sum_exp = np.zeros((B, A, K), np.float32)
@@ -168,6 +169,8 @@ def build_batch(rows: Sequence[tuple[CacheRow, tuple[int, ...]]], num_anchors: i
         a, kept = len(blocks.anchors_A), min(T, len(row.tapped_PLD.codes))
         decode(row.tapped_PLD[:kept], tapped[i, :kept])
         tapped[i, kept:].view(torch.int16).numpy()[...] = 0
+        following = row.token_ids_T[1 : T + 1]
+        next_tokens[i, : len(following)] = following
         anchors[i, :a], valid[i, :a] = blocks.anchors_A, blocks.valid_AK
         label[i, :a] = np.where(blocks.valid_AK, row.token_ids_T[blocks.label_index_AK], -1)
         # x_{k-1} is the token just before the label; the anchor token always exists, later ones where the row counts.
@@ -179,6 +182,7 @@ def build_batch(rows: Sequence[tuple[CacheRow, tuple[int, ...]]], num_anchors: i
         log_sum_exp[i, :a] = row.log_sum_exp_S[state]
     return TrainingBatch(
         tapped,
+        torch.from_numpy(next_tokens),
         torch.from_numpy(anchors),
         torch.from_numpy(previous),
         torch.from_numpy(label),

@@ -18,11 +18,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dspark.drafters.base import DraftContext, DraftSampling
-from dspark.drafters.dflash import DFlash
+from dspark.drafters.base import ContextRows, DraftContext, Drafter, DraftSampling
 from dspark.rounds import Round
 from dspark.sampling import distribution, draw, verify
-from dspark.target import KeyValueCache, TargetModel
+from dspark.target import KeyValueCache, TargetModel, TargetStates
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Completion:
     rounds: list[Round] = field(default_factory=list)
 
 
-def decode(target: TargetModel, drafter: DFlash | None, requests: Sequence[Request], config: DecodingConfig) -> Iterator[Completion]:
+def decode(target: TargetModel, drafter: Drafter | None, requests: Sequence[Request], config: DecodingConfig) -> Iterator[Completion]:
     """Completions as they finish. Requests are batched by prompt length; those that finish leave their batch."""
     empty = [request.id for request in requests if not request.prompt_ids]
     if empty:
@@ -68,7 +67,7 @@ def decode(target: TargetModel, drafter: DFlash | None, requests: Sequence[Reque
 class _Batch:
     """Requests decoded together. Row i of every tensor belongs to `self.live[i]`."""
 
-    def __init__(self, target: TargetModel, drafter: DFlash | None, requests: Sequence[Request], config: DecodingConfig) -> None:
+    def __init__(self, target: TargetModel, drafter: Drafter | None, requests: Sequence[Request], config: DecodingConfig) -> None:
         self.target, self.drafter, self.config, self.device = target, drafter, config, target.device
         self.live = [Completion(request) for request in requests]
         self.generators = [stream(config.seed, request.id) for request in requests]
@@ -93,14 +92,22 @@ class _Batch:
         )
         positions_BT = torch.arange(longest, device=self.device).expand(len(lengths), -1)
         states = self.target.forward(tokens_BT, positions_BT, self.cache)
-        if self.drafter is not None and self.context is not None:
-            self.drafter.extend_context(self.context, states.tapped_BTLD.to(self.drafter.fc.weight.dtype), positions_BT)
         length_B = torch.tensor(lengths, device=self.device)
         logits_BV = self.target.logits(states.final_BTD[torch.arange(len(lengths)), length_B - 1])
         first_B = draw(distribution(logits_BV, self.config.sampling.temperature), self._uniforms(1)[:, 0])
+        self._extend(states, tokens_BT, length_B - 1, first_B, positions_BT)
         for completion, token in zip(self.live, first_B.tolist(), strict=True):
             self._emit(completion, [token])
         return first_B, length_B
+
+    def _extend(self, states: TargetStates, tokens_BT: Tensor, last_B: Tensor, anchor_B: Tensor, positions_BT: Tensor) -> None:
+        """Hands new states to the drafter. Those behind `last_B`, after which the new anchor stands, are of padding or of rejected
+        tokens: they lie at or beyond the anchor, where nobody looks."""
+        if self.drafter is None or self.context is None:
+            return
+        following_BT = tokens_BT.roll(-1, dims=1)
+        following_BT[torch.arange(len(last_B), device=self.device), last_B] = anchor_B
+        self.drafter.extend_context(self.context, ContextRows(states.tapped_BTLD.to(self.drafter.dtype), following_BT, positions_BT))
 
     def _round(self) -> None:
         K, sampling = self.block_size, self.config.sampling
@@ -121,8 +128,7 @@ class _Batch:
             self.anchor_tokens_B, self.anchor_positions_B = next_B, self.anchor_positions_B + 1
             return
         verified = verify(proposal.tokens_BK, proposal.probs_BKW, self.drafter.draft_ids_W, probs_BLV, uniform_BU[:, K:])
-        # States of rejected positions are written too: they lie at or beyond the next anchor, where nobody looks.
-        self.drafter.extend_context(self.context, states.tapped_BTLD.to(self.drafter.fc.weight.dtype), positions_BT)
+        self._extend(states, tokens_BT, verified.num_accepted_B, verified.next_token_B, positions_BT)
         index_BK = torch.searchsorted(self.drafter.draft_ids_W, proposal.tokens_BK)
         draft_prob_BK = proposal.probs_BKW.gather(-1, index_BK[..., None])[..., 0]
         columns = zip(
@@ -203,7 +209,7 @@ class _Batch:
         self.anchor_tokens_B, self.anchor_positions_B = self.anchor_tokens_B[rows], self.anchor_positions_B[rows]
         self.cache.select(rows)
         if self.context is not None:
-            self.context.select(rows)
+            self.context = self.context.rows(rows)
         yield from finished
 
     def _uniforms(self, num: int) -> Tensor:

@@ -62,9 +62,15 @@ def target_shape(config: Mapping[str, Any]) -> TargetShape:
     )
 
 
-def check_tapped_layers(tapped_layers: tuple[int, ...], num_layers: int) -> None:
-    """Tapped layer l is the residual stream after decoder layer l (0-based). The last layer is refused: engines disagree
-    on whether its state is taken before or after the final norm."""
+def check_tapped_layers(tapped_layers: tuple[int, ...], num_layers: int, drafter_kind: str) -> None:
+    """Tapped layer l is the residual stream after decoder layer l (0-based). The last layer's is what MTP reads, and nothing
+    else may: engines disagree on whether it is taken before or after the final norm."""
+    if drafter_kind == "mtp":
+        if tapped_layers != (num_layers - 1,):
+            raise ValueError(
+                f"target.tapped_layers: {list(tapped_layers)}: an mtp drafter reads the target's last layer alone. Fix: target.tapped_layers=[{num_layers - 1}]"
+            )
+        return
     if (
         not tapped_layers
         or list(tapped_layers) != sorted(set(tapped_layers))

@@ -127,15 +127,19 @@ def attend(
 class BlockAttention(nn.Module):
     """Keys and values are those of [H_ctx ; block] (Eq. 2-3); queries and keys are normalised per head, then rotated."""
 
-    def __init__(self, shape: TargetShape) -> None:
+    def __init__(self, shape: TargetShape, input_width: int) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_width = shape.num_heads, shape.num_kv_heads, shape.head_width
-        self.q_proj = nn.Linear(shape.width, shape.num_heads * shape.head_width, bias=False)
-        self.k_proj = nn.Linear(shape.width, shape.num_kv_heads * shape.head_width, bias=False)
-        self.v_proj = nn.Linear(shape.width, shape.num_kv_heads * shape.head_width, bias=False)
+        self.q_proj = nn.Linear(input_width, shape.num_heads * shape.head_width, bias=False)
+        self.k_proj = nn.Linear(input_width, shape.num_kv_heads * shape.head_width, bias=False)
+        self.v_proj = nn.Linear(input_width, shape.num_kv_heads * shape.head_width, bias=False)
         self.o_proj = nn.Linear(shape.num_heads * shape.head_width, shape.width, bias=False)
         self.q_norm = RMSNorm(shape.head_width, shape.norm_epsilon)
         self.k_norm = RMSNorm(shape.head_width, shape.norm_epsilon)
+
+    def queries(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """[..., D] -> [..., N, H]."""
+        return rotation.apply(self.q_norm(self.q_proj(x).view(*x.shape[:-1], self.num_heads, self.head_width)))
 
     def keys_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """[..., D] -> keys and values [..., G, H]; used for the context (H_ctx, un-normed) and for block rows alike."""
@@ -143,7 +147,7 @@ class BlockAttention(nn.Module):
         return rotation.apply(self.k_norm(self.k_proj(x).view(heads))), self.v_proj(x).view(heads)
 
     def forward(self, x_BAKD: Tensor, rotation: Rotation, context: tuple[Tensor, Tensor], visible_BAT: Tensor) -> Tensor:
-        query = rotation.apply(self.q_norm(self.q_proj(x_BAKD).view(*x_BAKD.shape[:-1], self.num_heads, self.head_width)))
+        query = self.queries(x_BAKD, rotation)
         return self.o_proj(attend(query, *self.keys_values(x_BAKD, rotation), *context, visible_BAT))
 
 
@@ -166,7 +170,7 @@ class DrafterLayer(nn.Module):
     def __init__(self, shape: TargetShape) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(shape.width, shape.norm_epsilon)
-        self.self_attn = BlockAttention(shape)
+        self.self_attn = BlockAttention(shape, shape.width)
         self.post_attention_layernorm = RMSNorm(shape.width, shape.norm_epsilon)
         self.mlp = MLP(shape.width, shape.mlp_width)
 

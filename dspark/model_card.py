@@ -6,13 +6,13 @@ from typing import Any
 
 from dspark.cache import LAYER_CONVENTION
 from dspark.calibration import Calibration
-from dspark.drafters.dflash import DFlash
+from dspark.drafters.base import Drafter
 from dspark.release import VLLM_TESTED
 from dspark.scheduler import SpsTable
 
 
 def model_card(
-    drafter: DFlash, target_name: str, calibration: Calibration, sps: SpsTable, evaluation: Mapping[str, Any], lineage: Mapping[str, Any]
+    drafter: Drafter, target_name: str, calibration: Calibration, sps: SpsTable, evaluation: Mapping[str, Any], lineage: Mapping[str, Any]
 ) -> str:
     """The README of a release.
 
@@ -37,7 +37,7 @@ the target's own distribution. DSpark is a block-parallel backbone with a sequen
 (arXiv 2607.05147).
 
 - Target: {target_name}. Reads its residual stream after layers {", ".join(map(str, drafter.tapped_layers))} (0-based, `{LAYER_CONVENTION}`).
-- Drafter: {config.num_layers} layers of width {drafter.shape.width}, {num_parameters:,} parameters, bf16, mask token {drafter.mask_token_id}.
+- Drafter: width {drafter.shape.width}, {num_parameters:,} parameters, bf16, mask token {drafter.mask_token_id}.
 - Draft vocabulary: {num_draft_ids:,} of {drafter.shape.vocab_size:,} tokens.
 
 ## How it was made

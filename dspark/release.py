@@ -19,6 +19,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,8 +32,7 @@ from dspark.cache import LAYER_CONVENTION
 from dspark.calibration import Calibration
 from dspark.config import DSparkConfig
 from dspark.drafters import build_drafter
-from dspark.drafters.base import FrozenTables
-from dspark.drafters.dflash import DFlash
+from dspark.drafters.base import Drafter, FrozenTables
 from dspark.families import check_tapped_layers, target_shape
 from dspark.scheduler import SpsTable
 from dspark.storage import Storage
@@ -68,7 +68,7 @@ _KEYS = {
 
 def write_release(
     storage: Storage,
-    drafter: DFlash,
+    drafter: Drafter,
     head: TargetHead,
     target_config: Mapping[str, Any],
     calibration: Calibration,
@@ -122,7 +122,7 @@ def check_release(storage: Storage) -> None:
 # --- writing ------------------------------------------------------------------------------------------------------------
 
 
-def _config(drafter: DFlash, head: TargetHead, target_config: Mapping[str, Any]) -> dict[str, Any]:
+def _config(drafter: Drafter, head: TargetHead, target_config: Mapping[str, Any]) -> dict[str, Any]:
     config, shape = drafter.config, drafter.shape
     if not isinstance(config, DSparkConfig):
         raise _error(
@@ -168,7 +168,7 @@ def _config(drafter: DFlash, head: TargetHead, target_config: Mapping[str, Any])
     }
 
 
-def _tensors(drafter: DFlash, head: TargetHead) -> dict[str, Tensor]:
+def _tensors(drafter: Drafter, head: TargetHead) -> dict[str, Tensor]:
     tensors = {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in drafter.state_dict().items()}
     ids_W = drafter.draft_ids_W.cpu()
     if len(ids_W) < drafter.shape.vocab_size:
@@ -209,7 +209,7 @@ def _check(files: Mapping[str, bytes]) -> None:
     if not 0 <= config["mask_token_id"] < config["vocab_size"]:
         rule = f"a token of the target's vocabulary of {config['vocab_size']}"
         raise _error(f"{CONFIG} mask_token_id", config["mask_token_id"], rule, "set target.mask_token_id and train again")
-    check_tapped_layers(tuple(config["target_layer_ids"]), config["num_target_layers"])
+    check_tapped_layers(tuple(config["target_layer_ids"]), config["num_target_layers"], "dspark")
     _check_tensors(config, load_safetensors(files[WEIGHTS]))
     Calibration.from_json(files[CALIBRATION], config["block_size"])
     dataset = _object(CALIBRATION, files[CALIBRATION]).get("dataset", "")
@@ -223,11 +223,12 @@ def _check_tensors(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> 
     expected_config = DSparkConfig(
         "dspark", config["num_hidden_layers"], config["block_size"], num_draft_ids, "markov", config["markov_rank"]
     )
+    target = replace(shape, num_layers=config["num_target_layers"])
     with torch.device("meta"):  # names and shapes without memory
         table = torch.empty(shape.vocab_size, shape.width)
         ids = None if num_draft_ids is None else torch.arange(num_draft_ids)
-        tables = FrozenTables(table, table)
-        drafter = build_drafter(expected_config, shape, tuple(config["target_layer_ids"]), config["mask_token_id"], tables, ids)
+        tables = FrozenTables(table, table, table[0])
+        drafter = build_drafter(expected_config, target, tuple(config["target_layer_ids"]), config["mask_token_id"], tables, ids)
     expected = {name: (tuple(tensor.shape), torch.bfloat16) for name, tensor in drafter.state_dict().items()}
     if num_draft_ids is not None:
         expected |= {"lm_head.weight": ((num_draft_ids, shape.width), torch.bfloat16), "d2t": ((num_draft_ids,), torch.int64)}

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dspark.config import TargetShape
 from dspark.drafters.base import FrozenTables
-from dspark.families import check_tapped_layers, target_shape
+from dspark.families import target_shape
 from dspark.layers import rms_norm, soft_capped
 
 
@@ -50,15 +50,14 @@ class TargetHead:
 
     shape: TargetShape
     tables: FrozenTables
-    norm_weight_D: Tensor
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.norm_weight_D.dtype
+        return self.tables.norm_D.dtype
 
     def normalise(self, hidden: Tensor) -> Tensor:
         """The target's final norm, for engines that return the state before it."""
-        return rms_norm(hidden, self.norm_weight_D, self.shape.norm_epsilon, self.shape.norm_weight_offset)
+        return rms_norm(hidden, self.tables.norm_D, self.shape.norm_epsilon, self.shape.norm_weight_offset)
 
     def logits(self, final: Tensor) -> Tensor:
         return _logits(torch.nn.functional.linear(final, self.tables.lm_head_VD), self.shape)
@@ -85,7 +84,8 @@ def load_head(folder: Path, dtype: torch.dtype) -> TargetHead:
                         found[wanted.split(".")[-2]] = tensors.get_tensor(key).to(dtype)
     if "embed_tokens" not in found or "norm" not in found:
         raise ValueError(f"{folder}: no embedding or no final norm among its tensors. Fix: use a causal language model in safetensors form")
-    return TargetHead(read_shape(folder), FrozenTables(found["embed_tokens"], found.get("lm_head", found["embed_tokens"])), found["norm"])
+    tables = FrozenTables(found["embed_tokens"], found.get("lm_head", found["embed_tokens"]), found["norm"])
+    return TargetHead(read_shape(folder), tables)
 
 
 class KeyValueCache:
@@ -125,7 +125,6 @@ class TransformersTarget:
         from transformers import AutoModelForCausalLM
 
         self.shape = read_shape(folder)
-        check_tapped_layers(tapped_layers, self.shape.num_layers)
         self.tapped_layers, self.dtype, self.device = tapped_layers, dtype, device
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval().to(device)
         self._tapped: dict[int, Tensor] = {}

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from dspark.decoding import Completion, DecodingConfig, stream
-from dspark.drafters.base import DraftContext
-from dspark.drafters.dflash import DFlash
+from dspark.drafters.base import ContextRows, Drafter
 from dspark.rounds import Round
 from dspark.sampling import distribution, draw, residual
 from dspark.target import TargetModel
@@ -20,7 +19,7 @@ ANCHORS_AT_ONCE = 64  # each with a copy of the drafter's context, and K rows of
 
 
 @torch.no_grad()
-def every_position(target: TargetModel, drafter: DFlash, completion: Completion, config: DecodingConfig) -> list[Round]:
+def every_position(target: TargetModel, drafter: Drafter, completion: Completion, config: DecodingConfig) -> list[Round]:
     """A round at every anchor of a finished text, as decoding could have made it there on the way to this very text.
 
     A replay needs them after a truncated round. Rejection sampling couples draft and text: given the accepted prefix and the
@@ -36,7 +35,8 @@ def every_position(target: TargetModel, drafter: DFlash, completion: Completion,
     positions_BT = torch.arange(len(sequence) - 1, device=device)[None]
     states = target.forward(torch.tensor([sequence[:-1]], device=device), positions_BT, target.new_cache(1, len(sequence)))
     whole = drafter.new_context(1, len(sequence))
-    drafter.extend_context(whole, states.tapped_BTLD.to(drafter.fc.weight.dtype), positions_BT)
+    following_BT = torch.tensor([sequence[1:]], device=device)
+    drafter.extend_context(whole, ContextRows(states.tapped_BTLD.to(drafter.dtype), following_BT, positions_BT))
     text_T = torch.tensor(text, device=device)
     generator = stream(config.seed, f"every position of {completion.request.id}")
     uniform_A2K = torch.rand(num_anchors, 2 * K, generator=generator).to(device)
@@ -48,8 +48,7 @@ def every_position(target: TargetModel, drafter: DFlash, completion: Completion,
         coupled = _Coupled(
             text_T, index_A, drafter.draft_ids_W, distribution(target.logits(final_RD), config.sampling.temperature), uniform_A2K
         )
-        context = DraftContext(whole.keys, whole.values)
-        context.select(torch.zeros(len(index_A), dtype=torch.long, device=device))
+        context = whole.rows(torch.zeros(len(index_A), dtype=torch.long, device=device))
         proposal = drafter.propose(context, text_T[index_A], len(prompt) + index_A, config.sampling, coupled.choose)
         draft_prob_AK, target_prob_AK = (torch.stack(column, dim=1).tolist() for column in (coupled.draft_probs, coupled.target_probs))
         logit_AK = proposal.confidence_logits_BK.tolist() if proposal.confidence_logits_BK is not None else [[]] * len(index_A)

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from dspark.config import LossConfig, TrainingConfig
 from dspark.data import Ahead, RowDraw, RowOrder, RowSource, build_batch
-from dspark.drafters.base import TrainingBatch
-from dspark.drafters.dflash import DFlash
+from dspark.drafters.base import Drafter, TrainingBatch
 from dspark.losses import Denominators, block_losses, loss_weights
 from dspark.storage import Storage
 
@@ -65,7 +64,7 @@ class TrainEngine(Protocol):
 class DrafterLoss(torch.nn.Module):
     """A drafter with its loss: what an engine runs. Inside one forward, since a sharded engine lends weights only there."""
 
-    def __init__(self, drafter: DFlash, config: LossConfig, chunk_rows: int) -> None:
+    def __init__(self, drafter: Drafter, config: LossConfig, chunk_rows: int) -> None:
         super().__init__()
         self.drafter, self._config, self._chunk_rows = drafter, config, chunk_rows
 
@@ -191,7 +190,7 @@ def schedule(step: int, config: TrainingConfig) -> float:
 
 
 def train(
-    drafter: DFlash,
+    drafter: Drafter,
     data: TrainingData,
     config: TrainingConfig,
     make_engine: EngineFactory,
@@ -238,7 +237,9 @@ def train(
     return state
 
 
-def _step(engine: TrainEngine, drafter: DFlash, block_size: int, config: TrainingConfig, prepared: Prepared, step: int) -> dict[str, float]:
+def _step(
+    engine: TrainEngine, drafter: Drafter, block_size: int, config: TrainingConfig, prepared: Prepared, step: int
+) -> dict[str, float]:
     dtype = DTYPES[config.precision]
     batches = [batch.to(engine.device, dtype) for batch in prepared.batches]
     wide = torch.float64 if dtype == torch.float64 else torch.float32

@@ -14,14 +14,15 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
-from dspark.config import DFlashConfig, DSparkConfig, LossConfig, TrainingConfig
+from dspark.config import CONFIGS, DFlashConfig, DSparkConfig, LossConfig, MtpConfig, TrainingConfig
+from dspark.families import check_tapped_layers
 from pipelines import settings as records
 from pipelines.settings import SPLITS, STEPS, Settings
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
 
 # The records know nothing of pydantic: unknown keys are errors in each of them, and unions are told apart by their kind.
-for _record in (DFlashConfig, DSparkConfig, LossConfig, TrainingConfig, *records.RECORDS):
+for _record in (*CONFIGS.values(), LossConfig, TrainingConfig, *records.RECORDS):
     with_config(ConfigDict(extra="forbid"))(_record)
 for _record, _name in ((records.TargetConfig, "source"), (Settings, "drafter"), (Settings, "data")):
     _field = next(field for field in dataclasses.fields(_record) if field.name == _name)
@@ -101,12 +102,17 @@ def validate(plain: Mapping[str, Any]) -> Settings:
     except ValidationError as error:
         raise ValueError("\n".join(_explain(dict(item), plain) for item in error.errors())) from None
     _check(settings)
+    if isinstance(settings.drafter, MtpConfig):
+        settings = dataclasses.replace(
+            settings, target=dataclasses.replace(settings.target, tapped_layers=(settings.target.num_layers - 1,))
+        )
+    check_tapped_layers(settings.target.tapped_layers, settings.target.num_layers, settings.drafter.kind)
     return settings
 
 
 def _explain(error: dict[str, Any], plain: Mapping[str, Any]) -> str:
     """dotted path, value, rule, fix."""
-    kinds = {"local", "hub", "random", "files", "dflash", "dspark"}
+    kinds = {"local", "hub", "random", "files", *CONFIGS}
     location = [part for part in error["loc"] if part not in kinds or not isinstance(part, str)]
     path = ".".join(str(part) for part in location)
     if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
@@ -123,19 +129,12 @@ def _check(settings: Settings) -> None:
         if not holds:
             raise ValueError(f"{path}: {value!r}: {rule}. Fix: {fix}")
 
-    stage, drafter, cluster, tapped = settings.stage, settings.drafter, settings.cluster, settings.target.tapped_layers
+    stage, drafter, cluster = settings.stage, settings.drafter, settings.cluster
     require(settings.until is None or settings.until in STEPS, "until", settings.until, f"must be one of {', '.join(STEPS)}", "until=train")
     unknown = [name for name in settings.rebuild if name not in STEPS]
     require(not unknown, "rebuild", list(settings.rebuild), f"may only hold {', '.join(STEPS)}", "rebuild=[train]")
-    require(
-        bool(tapped) and list(tapped) == sorted(set(tapped)) and tapped[0] >= 0,
-        "target.tapped_layers",
-        list(tapped),
-        "must be ascending and distinct, 0-based",
-        "target.tapped_layers=[1,8,14]",
-    )
     for path, value in (
-        ("drafter.num_layers", drafter.num_layers),
+        ("drafter.num_layers", drafter.num_layers if isinstance(drafter, DFlashConfig | DSparkConfig) else 1),
         ("drafter.block_size", drafter.block_size),
         ("stage.train.num_steps", stage.train.num_steps),
     ):
@@ -180,6 +179,8 @@ def _check(settings: Settings) -> None:
         "must be at least 1 or null",
         "drafter.draft_vocab_size=null",
     )
+    if isinstance(drafter, MtpConfig):
+        require(drafter.block_size == 1, "drafter.block_size", drafter.block_size, "MTP-1 drafts one token", "drafter.block_size=1")
     if isinstance(drafter, DSparkConfig):
         has_head = drafter.sequential_head != "none"
         require(

@@ -12,7 +12,7 @@ from pipelines.targets import local_folder
 
 if TYPE_CHECKING:
     from dspark.decoding import Completion, DecodingConfig, Request
-    from dspark.drafters.dflash import DFlash
+    from dspark.drafters.base import Drafter as Model
     from dspark.storage import Storage
     from dspark.target import TransformersTarget
     from pipelines.flow import EvaluateConfig, TraceConfig
@@ -49,9 +49,9 @@ class Decoder:
         self._settings, self._folder = settings, local_folder(settings.target_uri)
         self.tokenizer = ChatTokenizer(self._folder)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._loaded: dict[str, tuple[TransformersTarget, DFlash]] = {}
+        self._loaded: dict[str, tuple[TransformersTarget, Model]] = {}
 
-    def models(self, precision: str) -> "tuple[TransformersTarget, DFlash]":
+    def models(self, precision: str) -> "tuple[TransformersTarget, Model]":
         from dspark.checkpoint import load_drafter
         from dspark.target import TransformersTarget, load_head
         from dspark.training import DTYPES
@@ -89,10 +89,10 @@ class Decoder:
 
     def decode(self, requests: "list[Request]", setting: DecodingSetting, precision: str, use_drafter: bool = True) -> "list[Completion]":
         from dspark.decoding import decode
-        from dspark.drafters.dspark import DSpark
+        from dspark.drafters.dflash import DFlash
 
         target, drafter = self.models(precision)
-        if isinstance(drafter, DSpark):
+        if isinstance(drafter, DFlash):
             drafter.is_markov_ablated = setting.ablation == "no_markov"
         found = decode(target, drafter if use_drafter else None, requests, self.config(setting))
         return sorted(found, key=lambda completion: completion.request.id)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from dspark.config import DFlashConfig, DSparkConfig, TrainingConfig
+from dspark.config import DrafterConfig, DSparkConfig, TrainingConfig
 from pipelines import artifacts, targets
 from pipelines import stack as stacks
 from pipelines.backends.object_store import open_storage
@@ -93,7 +93,7 @@ class TrainConfig:
     tapped_layers: tuple[int, ...]
     width: int
     mask_token_id: int
-    drafter: DFlashConfig | DSparkConfig
+    drafter: DrafterConfig
 
 
 @dataclass(frozen=True)
@@ -145,6 +145,7 @@ def build(settings: Settings) -> list[Step]:
     """The steps, wired, up to `until`. Reads only sidecars and prompt files."""
     target, stage, cluster = settings.target, settings.stage, settings.cluster
     identity = targets.identify(target)
+    targets.check(target)
     drafter_name = f"{target.name}-{settings.drafter.kind}"
     here = Resources(target_uri=targets.uri(target), max_attempts=cluster.max_attempts)
     engines = replace(here, num_workers=cluster.engine_workers, num_cpus=cluster.cpus_per_worker, num_gpus=cluster.gpus_per_worker)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from dspark.config import DFlashConfig, DSparkConfig, TrainingConfig
+from dspark.config import DrafterConfig, TrainingConfig
 
 STEPS = (
     "prompts", "regenerate", "cache_targets", "train", "evaluate",
@@ -60,12 +60,13 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class TargetConfig:
-    """`width`: of its hidden states, so that a plan can say how large a cache will be without reading the model."""
+    """`width` of its hidden states and `num_layers`: a plan needs them, and reads no model."""
 
     name: str
     source: LocalSource | HubSource | RandomSource
     width: int
-    tapped_layers: tuple[int, ...]
+    num_layers: int
+    tapped_layers: tuple[int, ...]  # of an mtp drafter the last layer alone, whatever stands here
     mask_token_id: int
     sampling: SamplingConfig
     max_length_tokens: int
@@ -245,7 +246,7 @@ class Settings:
     until: str | None
     rebuild: tuple[str, ...]
     target: TargetConfig
-    drafter: DFlashConfig | DSparkConfig
+    drafter: DrafterConfig
     data: FileData | HubData
     stage: StageConfig
     cluster: ClusterConfig

@@ -11,6 +11,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from dspark.families import target_shape
 from pipelines.config import PROJECT_ROOT
 from pipelines.dag import canonical, digest
 from pipelines.runner import resolve
@@ -51,6 +52,23 @@ def identify(target: TargetConfig) -> TargetIdentity:
         return TargetIdentity(target.name, made, made, made)
     found = read_identity(_existing(source))
     return TargetIdentity(target.name, found["weights_sha256"], found["tokenizer_sha256"], found["chat_template_sha256"])
+
+
+def check(target: TargetConfig) -> None:
+    """ValueError, with the fix, where a local model's config.json says that `target` is wrong about it. Of other models the
+    workers check it."""
+    path = Path(uri(target)) / "config.json"
+    if not isinstance(target.source, LocalSource) or not path.is_file():
+        return
+    shape = target_shape(json.loads(path.read_text()))
+    for name in ("width", "num_layers"):
+        found, known = getattr(target, name), getattr(shape, name)
+        if found != known:
+            raise ValueError(f"target.{name}: {found}, the model's is {known}. Fix: target.{name}={known}")
+    if not 0 <= target.mask_token_id < shape.vocab_size:
+        raise ValueError(
+            f"target.mask_token_id: {target.mask_token_id} is not a token of the target ({shape.vocab_size}). Fix: an unused special token"
+        )
 
 
 def _existing(source: LocalSource) -> Path:

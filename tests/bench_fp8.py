@@ -23,7 +23,7 @@ from dspark.cache import CacheFormat, CacheReader
 from dspark.config import TrainingConfig
 from dspark.data import RowDraw, RowOrder, build_batch
 from dspark.drafters import build_drafter
-from dspark.drafters.dflash import DFlash
+from dspark.drafters.base import Drafter
 from dspark.layers import fast_dtype
 from dspark.losses import Denominators, block_losses, loss_weights
 from dspark.storage import LocalStorage
@@ -108,7 +108,7 @@ def configured(stage: TrainingConfig, num_steps: int, seed: int) -> TrainingConf
     return TrainingConfig(**{**vars(stage), **changed, "select_every_steps": num_steps, "checkpoint_every_steps": num_steps + 1})
 
 
-def trained(drafter: DFlash, config: TrainingConfig, cache: CacheReader, rows: Sequence[int], select: Sequence[int], micro: int) -> None:
+def trained(drafter: Drafter, config: TrainingConfig, cache: CacheReader, rows: Sequence[int], select: Sequence[int], micro: int) -> None:
     drafter.initialise(config.seed)
     data = TrainingData(
         RowOrder([len(rows)], config.window_shards, config.row_uses, config.seed),
@@ -122,7 +122,7 @@ def trained(drafter: DFlash, config: TrainingConfig, cache: CacheReader, rows: S
 
 
 @torch.no_grad()
-def judged(drafter: DFlash, config: TrainingConfig, cache: CacheReader, rows: Sequence[int]) -> tuple[float, int]:
+def judged(drafter: Drafter, config: TrainingConfig, cache: CacheReader, rows: Sequence[int]) -> tuple[float, int]:
     """Expected accepted length, bonus included, over every block of these rows."""
     total = blocks = 0.0
     rows = sorted(rows, key=lambda i: cache.entries[i].num_supervised)  # little padding
@@ -136,7 +136,7 @@ def judged(drafter: DFlash, config: TrainingConfig, cache: CacheReader, rows: Se
     return 1.0 + total / blocks, int(blocks)
 
 
-def accepted_decoding(drafter: DFlash, settings, root, planned, folder: Path, num_prompts: int) -> tuple[float, int]:
+def accepted_decoding(drafter: Drafter, settings, root, planned, folder: Path, num_prompts: int) -> tuple[float, int]:
     """Accepted tokens a round, bonus included, greedy, on test prompts of math and code."""
     from dspark.chat import ChatTokenizer, messages
     from dspark.decoding import DecodingConfig, Request, decode

@@ -231,6 +231,57 @@ def drafter_rows(drafter, tapped_TLD: Tensor, anchors: Sequence[int], previous_A
     return BlockRows(torch.stack(logits).reshape(*size, -1), torch.stack(confidences).reshape(size) if confidences else None)
 
 
+def recurrent_rows(
+    drafter, tapped_TLD: Tensor, next_tokens: Sequence[int], anchors: Sequence[int], previous_AK: Sequence[Sequence[int]]
+) -> Tensor:
+    """Logits [A, K, W] of EAGLE-3 or MTP, block by block and step by step, from the weights alone."""
+    w = {name: tensor.detach().double() for name, tensor in drafter.state_dict().items()}
+    shape, is_mtp = drafter.shape, "eh_proj.weight" in w
+    N, G, H, eps = shape.num_heads, shape.num_kv_heads, shape.head_width, shape.norm_epsilon
+    embedding, head, p = drafter.embedding_VD.double(), drafter.lm_head_WD.double(), "mtp_block." if is_mtp else "layers.0."
+
+    def first(t: int) -> Tensor:
+        if is_mtp:
+            return rms_norm(tapped_TLD[t, -1].double(), drafter.target_norm_D.double() + shape.norm_weight_offset, eps)
+        return w["fc.weight"] @ tapped_TLD[t].double().reshape(-1)
+
+    def feed(token: int, state: Tensor, position: int) -> tuple[Tensor, Tensor]:
+        """Input of attention, and residual."""
+        embedded = embedding[token] * shape.embedding_scale
+        if is_mtp:
+            embedded = embedded * 0.0 if position == 0 else embedded
+            y = w["eh_proj.weight"] @ torch.cat([rms_norm(embedded, w["enorm.weight"], eps), rms_norm(state, w["hnorm.weight"], eps)])
+            return rms_norm(y, w["input_layernorm.weight"], eps), y
+        return torch.cat(
+            [rms_norm(embedded, w[p + "input_layernorm.weight"], eps), rms_norm(state, w[p + "hidden_norm.weight"], eps)]
+        ), state
+
+    def heads(x: Tensor, name: str, num: int, position: int | None) -> Tensor:
+        parts = (w[f"{p}self_attn.{name}_proj.weight"] @ x).reshape(num, H)
+        if position is None:
+            return parts
+        return torch.stack(
+            [rotate(rms_norm(part, w[f"{p}self_attn.{name}_norm.weight"], eps), position, shape.rope_theta) for part in parts]
+        )
+
+    logits = []
+    for a, previous in zip(anchors, previous_AK, strict=True):
+        rows = [(feed(next_tokens[t], first(t), t)[0], t) for t in range(a - 1)]
+        state = first(a - 1)
+        for s, token in enumerate(previous):
+            x, residual = feed(token, state, a - 1 + s)
+            rows.append((x, a - 1 + s))
+            keys = torch.stack([heads(row, "k", G, position) for row, position in rows])
+            values = torch.stack([heads(row, "v", G, None) for row, _ in rows])
+            mixed = attention(heads(x, "q", N, a - 1 + s)[None], keys, values, np.ones((1, len(rows)), bool))[0]
+            y = residual + w[p + "self_attn.o_proj.weight"] @ mixed
+            z = rms_norm(y, w[p + "post_attention_layernorm.weight"], eps)
+            gate = w[p + "mlp.gate_proj.weight"] @ z
+            state = y + w[p + "mlp.down_proj.weight"] @ (gate / (1.0 + torch.exp(-gate)) * (w[p + "mlp.up_proj.weight"] @ z))
+            logits.append(soft_cap(head @ rms_norm(state, w["norm.weight"], eps), shape.logit_soft_cap))
+    return torch.stack(logits).reshape(len(anchors), -1, len(head))
+
+
 def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
     return logits if cap is None else cap * torch.tanh(logits / cap)
 

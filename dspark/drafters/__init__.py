@@ -3,11 +3,14 @@
 from torch import Tensor
 
 from dspark.config import DrafterConfig, TargetShape
-from dspark.drafters.base import FrozenTables
+from dspark.drafters.base import Drafter, FrozenTables
 from dspark.drafters.dflash import DFlash
 from dspark.drafters.dspark import DSpark
+from dspark.drafters.eagle3 import Eagle3
+from dspark.drafters.mtp import Mtp
+from dspark.families import check_tapped_layers
 
-DRAFTERS = {"dflash": DFlash, "dspark": DSpark}
+DRAFTERS = {"dflash": DFlash, "dspark": DSpark, "eagle3": Eagle3, "mtp": Mtp}
 
 
 def build_drafter(
@@ -17,6 +20,7 @@ def build_drafter(
     mask_token_id: int,
     tables: FrozenTables,
     draft_ids: Tensor | None,
-) -> DFlash:
+) -> Drafter:
     """A drafter with unset weights; `initialise(seed)` or load a state dict."""
-    return DRAFTERS[config.kind](config, shape, tapped_layers, mask_token_id, tables, draft_ids)  # type: ignore[arg-type]
+    check_tapped_layers(tapped_layers, shape.num_layers, config.kind)
+    return DRAFTERS[config.kind](config, shape, tapped_layers, mask_token_id, tables, draft_ids)

@@ -6,13 +6,15 @@ heads, H head width, V target vocabulary, W draft vocabulary (W = V unless it is
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from dspark.config import DrafterConfig, TargetShape
 from dspark.layers import soft_capped
+
+INIT_STD = 0.02
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class FrozenTables:
 
     embedding_VD: Tensor
     lm_head_VD: Tensor
+    norm_D: Tensor  # weight of the final norm
 
 
 @dataclass
@@ -42,6 +45,7 @@ class TrainingBatch:
     """Blocks of B sequences, padded to the longest context and the most anchors."""
 
     tapped_BTLD: Tensor
+    next_tokens_BT: Tensor  # the token after each of the context's
     anchors_BA: Tensor  # position of each anchor; 0 on padding, where no row is valid
     previous_BAK: Tensor  # ground-truth x_{k-1}, the anchor token for row 0 (teacher forcing); 0 on rows that do not count
     label_BAK: Tensor  # target ids; -1 on rows that do not count
@@ -63,6 +67,7 @@ class TrainingBatch:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         return TrainingBatch(
             self.tapped_BTLD.to(device, dtype),
+            self.next_tokens_BT.to(device),
             self.anchors_BA.to(device),
             self.previous_BAK.to(device),
             self.label_BAK.to(device),
@@ -132,41 +137,99 @@ class Proposal:
 
 
 class DraftContext:
-    """A drafter's keys and values of the target's context, cached per token: [B, S, G, H] for each layer.
+    """What a drafter keeps of the target's context, per token: keys and values [B, S, G, H] of each layer, and, for drafters
+    that go on from a row of the context, its state [B, S, D].
 
     Writing at explicit positions makes a roll-back unnecessary: entries at or beyond the anchor are never visible, and the
     next round overwrites them.
     """
 
-    def __init__(self, keys: list[Tensor], values: list[Tensor]) -> None:
-        self.keys, self.values = keys, values
+    def __init__(self, keys: list[Tensor], values: list[Tensor], hidden_BSD: Tensor | None = None) -> None:
+        self.keys, self.values, self.hidden_BSD = keys, values, hidden_BSD
 
-    def select(self, rows: Tensor) -> None:
-        """Keeps these requests, in this order."""
-        self.keys = [k[rows] for k in self.keys]
-        self.values = [v[rows] for v in self.values]
+    def rows(self, rows: Tensor) -> "DraftContext":
+        """A copy of these requests, in this order."""
+        hidden = None if self.hidden_BSD is None else self.hidden_BSD[rows]
+        return DraftContext([k[rows] for k in self.keys], [v[rows] for v in self.values], hidden)
 
 
-class Drafter(Protocol):
-    """A trainable module whose state dict holds nothing of the target."""
+@dataclass
+class ContextRows:
+    """Verified tokens that become context. `next_tokens_BT`: the token after each, of the last one the new anchor."""
 
-    config: DrafterConfig
-    shape: TargetShape
-    tapped_layers: tuple[int, ...]
-    mask_token_id: int
+    tapped_BTLD: Tensor
+    next_tokens_BT: Tensor
+    positions_BT: Tensor
+
+
+class Drafter(nn.Module):
+    """A trainable module whose state dict holds nothing of the target.
+
+    Embedding and LM head are the target's: frozen, shared, buffers that are not stored. A subclass defines the network:
+    `forward` for training, and for decoding `new_context`, `extend_context` and `propose`.
+    """
+
+    MATRICES: tuple[str, ...]  # name prefixes of the matrices from hidden states to hidden states
+    embedding_VD: Tensor
+    lm_head_WD: Tensor
+    draft_ids_W: Tensor
+
+    def __init__(
+        self,
+        config: DrafterConfig,
+        shape: TargetShape,
+        tapped_layers: tuple[int, ...],
+        mask_token_id: int,
+        tables: FrozenTables,
+        draft_ids: Tensor | None,
+    ) -> None:
+        """draft_ids: ascending target ids of the draft vocabulary, None for the whole vocabulary."""
+        super().__init__()
+        self.config, self.shape, self.tapped_layers, self.mask_token_id = config, shape, tapped_layers, mask_token_id
+        draft_ids = torch.arange(shape.vocab_size) if draft_ids is None else draft_ids
+        self.register_buffer("draft_ids_W", draft_ids, persistent=False)
+        self.register_buffer("embedding_VD", tables.embedding_VD, persistent=False)
+        is_whole = len(draft_ids) == shape.vocab_size
+        self.register_buffer("lm_head_WD", tables.lm_head_VD if is_whole else tables.lm_head_VD[draft_ids], persistent=False)
 
     @property
-    def head(self) -> DraftHead: ...
+    def head(self) -> DraftHead:
+        return DraftHead(self.lm_head_WD, None, self.draft_ids_W, self.shape.logit_soft_cap)
 
-    def __call__(self, batch: TrainingBatch) -> BlockOutput: ...
-    def parameters(self) -> "nn.ParameterList": ...
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.lm_head_WD.dtype
 
-    def new_context(self, num_requests: int, max_length: int) -> DraftContext: ...
+    def initialise(self, seed: int) -> None:
+        """Normal(0, 0.02) matrices, zero biases, unit norms; the same for every world size."""
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                parameter.data.normal_(0.0, INIT_STD, generator=generator)
+        for module in self.modules():
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                module.bias.data.zero_()
 
-    def extend_context(self, context: DraftContext, tapped_BTLD: Tensor, positions_BT: Tensor) -> None:
+    def hidden_matrices(self) -> set[str]:
+        """Names of the matrices from hidden states to hidden states: what Muon may orthogonalise. Heads and norms are not."""
+        return {name for name, p in self.named_parameters() if p.dim() == 2 and name.startswith(self.MATRICES)}
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return nn.functional.embedding(token_ids, self.embedding_VD) * self.shape.embedding_scale
+
+    def forward(self, batch: TrainingBatch) -> BlockOutput:
+        """Teacher-forced predictions of every block row."""
+        raise NotImplementedError
+
+    def new_context(self, num_requests: int, max_length: int) -> DraftContext:
+        raise NotImplementedError
+
+    def extend_context(self, context: DraftContext, rows: ContextRows) -> None:
         """Adds the context of verified tokens at their positions."""
-        ...
+        raise NotImplementedError
 
     def propose(
         self, context: DraftContext, anchor_tokens_B: Tensor, anchor_positions_B: Tensor, sampling: DraftSampling, choose: Choose
-    ) -> Proposal: ...
+    ) -> Proposal:
+        """Drafts a block after each anchor, token by token as `choose` draws them."""
+        raise NotImplementedError

@@ -4,8 +4,7 @@ A block at anchor position a has K rows: the anchor token's embedding, then K-1 
 Row k predicts token a+1+k. H_ctx = RMSNorm(W_c [tapped states]) feeds the keys and values of every layer, unchanged, so
 that when decoding the context is projected once per token and only the block is recomputed.
 
-The released checkpoints' parameter names are kept. Embedding and LM head are the target's: frozen, shared, not in the
-state dict. Shapes: see drafters/base.py.
+The released checkpoints' parameter names are kept. Shapes: see drafters/base.py.
 """
 
 from collections.abc import Iterable
@@ -14,42 +13,42 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from dspark.config import DrafterConfig, TargetShape
-from dspark.drafters.base import BlockOutput, Choose, DraftContext, DraftHead, DraftSampling, FrozenTables, Proposal, TrainingBatch
+from dspark.config import DFlashConfig, DSparkConfig, TargetShape
+from dspark.drafters.base import (
+    BlockOutput,
+    Choose,
+    ContextRows,
+    DraftContext,
+    Drafter,
+    DraftHead,
+    DraftSampling,
+    FrozenTables,
+    Proposal,
+    TrainingBatch,
+)
 from dspark.drafters.heads import ConfidenceHead, HeadStep, MarkovHead
 from dspark.layers import DrafterLayer, RMSNorm, Rotation
 from dspark.sampling import distribution
 
-INIT_STD = 0.02
 
-
-class DFlash(nn.Module):
+class DFlash(Drafter):
     """The backbone, and decoding with whatever heads a subclass adds to it."""
 
+    MATRICES = ("fc.", "layers.")
+    config: DFlashConfig | DSparkConfig
     markov_head: MarkovHead | None
     confidence_head: ConfidenceHead | None
 
-    embedding_VD: Tensor
-    lm_head_WD: Tensor
-    draft_ids_W: Tensor
-
     def __init__(
         self,
-        config: DrafterConfig,
+        config: DFlashConfig | DSparkConfig,
         shape: TargetShape,
         tapped_layers: tuple[int, ...],
         mask_token_id: int,
         tables: FrozenTables,
         draft_ids: Tensor | None,
     ) -> None:
-        """draft_ids: ascending target ids of the draft vocabulary, None for the whole vocabulary."""
-        super().__init__()
-        self.config, self.shape, self.tapped_layers, self.mask_token_id = config, shape, tapped_layers, mask_token_id
-        draft_ids = torch.arange(shape.vocab_size) if draft_ids is None else draft_ids
-        self.register_buffer("draft_ids_W", draft_ids, persistent=False)
-        self.register_buffer("embedding_VD", tables.embedding_VD, persistent=False)
-        is_whole = len(draft_ids) == shape.vocab_size
-        self.register_buffer("lm_head_WD", tables.lm_head_VD if is_whole else tables.lm_head_VD[draft_ids], persistent=False)
+        super().__init__(config, shape, tapped_layers, mask_token_id, tables, draft_ids)
         self.fc = nn.Linear(len(tapped_layers) * shape.width, shape.width, bias=False)
         self.hidden_norm = RMSNorm(shape.width, shape.norm_epsilon)
         self.layers = nn.ModuleList(DrafterLayer(shape) for _ in range(config.num_layers))
@@ -63,24 +62,9 @@ class DFlash(nn.Module):
         bias_weight_WR = self.markov_head.markov_w2.weight if self.markov_head is not None and has_bias else None
         return DraftHead(self.lm_head_WD, bias_weight_WR, self.draft_ids_W, self.shape.logit_soft_cap)
 
-    def initialise(self, seed: int) -> None:
-        """Normal(0, 0.02) matrices, zero biases, unit norms; the same for every world size."""
-        generator = torch.Generator().manual_seed(seed)
-        for parameter in self.parameters():
-            if parameter.dim() > 1:
-                parameter.data.normal_(0.0, INIT_STD, generator=generator)
-        for module in self.modules():
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                module.bias.data.zero_()
-
-    def hidden_matrices(self) -> set[str]:
-        """Names of the matrices from hidden states to hidden states: what Muon may orthogonalise. Heads and norms are not."""
-        return {name for name, p in self.named_parameters() if p.dim() == 2 and name.startswith(("fc.", "layers."))}
-
     # --- training -----------------------------------------------------------------------------------------------------
 
     def forward(self, batch: TrainingBatch) -> BlockOutput:
-        """Teacher-forced predictions of every block row."""
         T = batch.tapped_BTLD.shape[1]
         positions = torch.arange(T, device=batch.anchors_BA.device)
         context = self._context(batch.tapped_BTLD, positions[None])
@@ -93,21 +77,20 @@ class DFlash(nn.Module):
 
     def new_context(self, num_requests: int, max_length: int) -> DraftContext:
         size = (num_requests, max_length, self.shape.num_kv_heads, self.shape.head_width)
-        blank = [self.fc.weight.new_zeros(size) for _ in range(2 * len(self.layers))]
+        blank = [self.lm_head_WD.new_zeros(size) for _ in range(2 * len(self.layers))]
         return DraftContext(blank[::2], blank[1::2])
 
     @torch.no_grad()
-    def extend_context(self, context: DraftContext, tapped_BTLD: Tensor, positions_BT: Tensor) -> None:
-        rows = torch.arange(len(positions_BT), device=positions_BT.device)[:, None]
-        for i, (keys, values) in enumerate(self._context(tapped_BTLD, positions_BT)):
-            context.keys[i][rows, positions_BT] = keys
-            context.values[i][rows, positions_BT] = values
+    def extend_context(self, context: DraftContext, rows: ContextRows) -> None:
+        place = torch.arange(len(rows.positions_BT), device=rows.positions_BT.device)[:, None], rows.positions_BT
+        for i, (keys, values) in enumerate(self._context(rows.tapped_BTLD, rows.positions_BT)):
+            context.keys[i][place], context.values[i][place] = keys, values
 
     @torch.no_grad()
     def propose(
         self, context: DraftContext, anchor_tokens_B: Tensor, anchor_positions_B: Tensor, sampling: DraftSampling, choose: Choose
     ) -> Proposal:
-        """Drafts a block after each anchor: one parallel pass, then the sequential head token by token, as `choose` draws them."""
+        """One parallel pass, then the sequential head token by token."""
         S = int(anchor_positions_B.max())
         visible_BAT = (torch.arange(S, device=anchor_positions_B.device)[None] < anchor_positions_B[:, None])[:, None]
         window = [(k[:, :S], v[:, :S]) for k, v in zip(context.keys, context.values, strict=True)]
@@ -130,7 +113,7 @@ class DFlash(nn.Module):
     # --- pieces -------------------------------------------------------------------------------------------------------
 
     def _rotation(self, positions: Tensor) -> Rotation:
-        return Rotation.at(positions, self.shape.head_width, self.shape.rope_theta, self.fc.weight.dtype)
+        return Rotation.at(positions, self.shape.head_width, self.shape.rope_theta, self.dtype)
 
     def _context(self, tapped_BTLD: Tensor, positions_BT: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Keys and values [B, T, G, H] of H_ctx for each layer."""
@@ -143,7 +126,7 @@ class DFlash(nn.Module):
         K = self.config.block_size
         token_BAK = anchor_tokens_BA.new_full((*anchor_tokens_BA.shape, K), self.mask_token_id)
         token_BAK[..., 0] = anchor_tokens_BA
-        x_BAKD = nn.functional.embedding(token_BAK, self.embedding_VD) * self.shape.embedding_scale
+        x_BAKD = self.embed(token_BAK)
         rotation = self._rotation(anchors_BA[..., None] + torch.arange(K, device=anchors_BA.device))
         for layer, keys_values in zip(self.layers, context, strict=True):
             x_BAKD = layer(x_BAKD, rotation, keys_values, visible_BAT)

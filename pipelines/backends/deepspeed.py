@@ -19,8 +19,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else
 import deepspeed
 
 from dspark.config import TrainingConfig
-from dspark.drafters.base import TrainingBatch
-from dspark.drafters.dflash import DFlash
+from dspark.drafters.base import Drafter, TrainingBatch
 from dspark.losses import Denominators
 from dspark.training import DTYPES, MUON_MOMENTUM, DrafterLoss
 
@@ -32,7 +31,7 @@ def engine_factory(zero_stage: int) -> Callable[[DrafterLoss, TrainingConfig, in
     return lambda module, config, num_micro_batches: DeepSpeedEngine(module, config, num_micro_batches, zero_stage)
 
 
-def _optimizer(drafter: DFlash, config: TrainingConfig) -> tuple[list[float], torch.optim.Optimizer]:
+def _optimizer(drafter: Drafter, config: TrainingConfig) -> tuple[list[float], torch.optim.Optimizer]:
     """Peak learning rates of the groups, and a torch optimiser: DeepSpeed's own Adam compiles C++ at its first step."""
     if config.muon_lr is None:
         return [config.lr], torch.optim.AdamW(drafter.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=True)

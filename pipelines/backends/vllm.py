@@ -92,7 +92,8 @@ class Capture:
         self.version = version()
         self._head = head
         self._folder = tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
-        layer_ids = [*(layer + 1 for layer in tapped_layers), head.shape.num_layers]
+        self._num_tapped = len(tapped_layers)
+        layer_ids = sorted({*(layer + 1 for layer in tapped_layers), head.shape.num_layers})
         self._engine = vllm.LLM(
             str(folder),
             dtype=ENGINE_DTYPE,
@@ -132,7 +133,7 @@ class Capture:
                     )
                 hidden_TLD = states["hidden_states"]
                 final_TD = self._head.normalise(hidden_TLD[:, -1].to(self._head.dtype))
-                yield hidden_TLD[:, :-1].bfloat16(), final_TD.bfloat16()
+                yield hidden_TLD[:, : self._num_tapped].bfloat16(), final_TD.bfloat16()
             for leftover in Path(self._folder.name).iterdir():
                 leftover.unlink()
 

@@ -230,7 +230,6 @@ class Capturer:
     """Lives on one worker with one engine; makes units."""
 
     def __init__(self, settings: Settings) -> None:
-        from dspark.families import check_tapped_layers
         from dspark.layers import fast_dtype
         from dspark.target import load_head
 
@@ -239,7 +238,6 @@ class Capturer:
         self._out, self._corpus = open_storage(settings.out_uri), open_storage(settings.corpus_uri)
         self._head = load_head(folder, fast_dtype())
         self._files = lru_cache(CORPUS_FILES)(lambda file: read_shard(self._corpus, file))
-        check_tapped_layers(config.tapped_layers, self._head.shape.num_layers)
         if config.width != self._head.shape.width:
             raise ValueError(
                 f"target.width: {config.width}, the model's is {self._head.shape.width}. Fix: target.width={self._head.shape.width}"

@@ -115,7 +115,7 @@ class Profiler:
     def _decoding_steps(self) -> list[tuple[dict[str, Any], Callable[[], Any]]]:
         import torch
 
-        from dspark.drafters.base import DraftSampling
+        from dspark.drafters.base import ContextRows, DraftSampling
         from dspark.sampling import distribution, verify
 
         stage, settings = self._stage, self._settings
@@ -143,7 +143,7 @@ class Profiler:
                 states = target.forward(tokens_BT, positions_BT, cache)
                 probs_BLV = distribution(target.logits(states.final_BTD), 0.0)
                 verify(tokens_BT[:, 1:], probs_BKW, drafter.draft_ids_W, probs_BLV, uniform_BL)
-                drafter.extend_context(context, states.tapped_BTLD.to(drafter.fc.weight.dtype), positions_BT)
+                drafter.extend_context(context, ContextRows(states.tapped_BTLD.to(drafter.dtype), tokens_BT, positions_BT))
                 synchronise()
 
             return step

@@ -16,7 +16,7 @@ SHA, OTHER = "c" * 64, "d" * 64
 
 def _head(dtype=torch.float64, shape=tiny.SHAPE):
     tables = tiny.tables(shape)
-    return TargetHead(shape, type(tables)(tables.embedding_VD.to(dtype), tables.lm_head_VD.to(dtype)), torch.ones(shape.width, dtype=dtype))
+    return TargetHead(shape, type(tables)(tables.embedding_VD.to(dtype), tables.lm_head_VD.to(dtype), tables.norm_D.to(dtype)))
 
 
 def _save(folder, drafter):
@@ -28,7 +28,7 @@ def _save(folder, drafter):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("draft_ids", [None, tiny.REDUCED], ids=["whole", "reduced"])
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+@pytest.mark.parametrize("kind", tiny.CONFIGS)
 def test_drafter_saved_and_loaded_is_equal_bit_for_bit(tmp_path, kind, draft_ids, dtype):
     drafter = tiny.drafter(kind, draft_ids, tiny.CAPPED).to(dtype)
     loaded = load_drafter(_save(tmp_path, drafter), "best", _head(dtype, tiny.CAPPED), SHA, dtype)
@@ -36,7 +36,7 @@ def test_drafter_saved_and_loaded_is_equal_bit_for_bit(tmp_path, kind, draft_ids
     assert {name: tensor.dtype for name, tensor in state.items()} == dict.fromkeys(drafter.state_dict(), dtype)
     assert all(torch.equal(state[name], tensor) for name, tensor in drafter.state_dict().items())
     assert (loaded.config, loaded.shape) == (drafter.config, drafter.shape)
-    assert (loaded.tapped_layers, loaded.mask_token_id) == (tiny.TAPPED, tiny.MASK)
+    assert (loaded.tapped_layers, loaded.mask_token_id) == (tiny.tapped_layers(kind), tiny.MASK)
     for table in ("draft_ids_W", "embedding_VD", "lm_head_WD"):
         assert torch.equal(getattr(loaded, table), getattr(drafter, table))
     assert not loaded.training

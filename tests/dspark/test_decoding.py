@@ -13,7 +13,7 @@ import pytest
 import scipy.stats
 import torch
 
-from dspark.config import DFlashConfig, DSparkConfig
+from dspark.config import DFlashConfig, DSparkConfig, Eagle3Config, MtpConfig
 from dspark.decoding import DecodingConfig, Request, decode
 from dspark.drafters import build_drafter
 from dspark.drafters.base import DraftSampling, TrainingBatch
@@ -27,15 +27,27 @@ REDUCED = torch.arange(0, V, 3)
 FLOATS = ("draft_probs", "target_probs", "confidence_logits")
 
 
+CONFIGS = {
+    "dspark": DSparkConfig("dspark", 2, K, None, "markov", markov_rank=V),
+    "rnn": DSparkConfig("dspark", 2, K, None, "rnn", markov_rank=5),
+    "dflash": DFlashConfig("dflash", 2, K, None),
+    "eagle3": Eagle3Config("eagle3", K, None),
+    "mtp": MtpConfig("mtp", 1, None),
+}
+
+
 @pytest.fixture(scope="module")
 def target(tiny_target):
     return TransformersTarget(tiny_target, TAPPED, torch.float64, torch.device("cpu"))
 
 
+def _target_of(tiny_target, kind):
+    return TransformersTarget(tiny_target, (2,) if kind == "mtp" else TAPPED, torch.float64, torch.device("cpu"))
+
+
 def _drafter(folder: Path, target, kind="dspark", draft_ids=None):
     head = load_head(folder, target.dtype)
-    config = DSparkConfig(kind, 2, K, None, "markov", markov_rank=V) if kind == "dspark" else DFlashConfig(kind, 2, K, None)
-    drafter = build_drafter(config, head.shape, TAPPED, 63, head.tables, draft_ids).to(target.dtype)
+    drafter = build_drafter(CONFIGS[kind], head.shape, target.tapped_layers, 63, head.tables, draft_ids).to(target.dtype)
     generator = np.random.default_rng(0)
     for _, parameter in sorted(drafter.named_parameters()):
         if parameter.dim() > 1:
@@ -88,13 +100,15 @@ def _assert_same_round(a, b, tolerance=1e-9):
 @pytest.mark.parametrize("mode", ["probabilistic", "greedy"])
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize(
-    ("kind", "draft_ids"), [("dspark", None), ("dspark", REDUCED), ("dflash", None)], ids=["dspark", "reduced", "dflash"]
+    ("kind", "draft_ids"),
+    [("dspark", None), ("dspark", REDUCED), ("rnn", None), ("dflash", None), ("eagle3", REDUCED), ("mtp", None)],
+    ids=["dspark", "reduced", "rnn", "dflash", "eagle3", "mtp"],
 )
-def test_text_at_temperature_zero_equals_plain_greedy_and_transformers(tiny_target, target, kind, draft_ids, batch_size, mode):
+def test_text_at_temperature_zero_equals_plain_greedy_and_transformers(tiny_target, kind, draft_ids, batch_size, mode):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float64).eval()
-    config = _config(mode, 0.0, batch_size=batch_size)
+    target, config = _target_of(tiny_target, kind), _config(mode, 0.0, batch_size=batch_size)
     plain = _texts(_run(target, None, config))
     speculative = _run(target, _drafter(tiny_target, target, kind, draft_ids), config)
     assert _texts(speculative) == plain
@@ -198,24 +212,28 @@ def test_rounds_add_up_to_the_text(target, drafter, temperature):
 
 
 @pytest.mark.parametrize("mode", ["probabilistic", "greedy"])
-def test_rounds_hold_the_probabilities_of_a_teacher_forced_pass(target, drafter, mode):
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_rounds_hold_the_probabilities_of_a_teacher_forced_pass(tiny_target, kind, mode):
     """The drafter's context, grown over rounds with rejections, padding and neighbours, equals the whole text's states."""
+    target = _target_of(tiny_target, kind)
+    drafter = _drafter(tiny_target, target, kind)
+    num_drafted = drafter.config.block_size
     for completion in _run(target, drafter, _config(mode, 0.7)).values():
         text = [*completion.request.prompt_ids, *completion.token_ids]
         states = target.states(text)
         for r in completion.rounds:
             a = r.context_length_tokens
             previous = torch.tensor([[[r.anchor_token, *r.draft_tokens[:-1]]]])
-            batch = TrainingBatch(states.tapped_BTLD[None, :a], torch.tensor([[a]]), previous, previous, previous >= 0, None, None)
+            following, tapped = torch.tensor([text[1 : a + 1]]), states.tapped_BTLD[None, :a]
+            batch = TrainingBatch(tapped, following, torch.tensor([[a]]), previous, previous, previous >= 0, None, None)
             with torch.no_grad():
-                output = drafter(batch)
-            p_draft = distribution(
-                drafter.head.logits(output.hidden_BAKD, output.bias_BAKR)[0, 0].detach(), 0.7 if mode == "probabilistic" else 0.0
-            )
+                output, temperature = drafter(batch), 0.7 if mode == "probabilistic" else 0.0
+                p_draft = distribution(drafter.head.logits(output.hidden_BAKD, output.bias_BAKR)[0, 0], temperature)
             assert r.draft_probs == pytest.approx([float(p_draft[k, x]) for k, x in enumerate(r.draft_tokens)], abs=1e-9)
-            assert r.confidence_logits == pytest.approx(output.confidence_logits_BAK[0, 0].tolist(), abs=1e-9)
+            logits = output.confidence_logits_BAK
+            assert r.confidence_logits == pytest.approx([] if logits is None else logits[0, 0].tolist(), abs=1e-9)
             drafted = target.states([*text[: a + 1], *r.draft_tokens])
-            p_target = distribution(target.logits(drafted.final_BTD[a : a + K]), 0.7)
+            p_target = distribution(target.logits(drafted.final_BTD[a : a + num_drafted]), 0.7)
             assert r.target_probs == pytest.approx([float(p_target[k, x]) for k, x in enumerate(r.draft_tokens)], abs=1e-9)
 
 
@@ -295,7 +313,9 @@ def test_drafter_in_another_precision_than_its_target_decodes_the_same_greedy_te
 
 
 @pytest.mark.parametrize("stop", [False, True], ids=["limit", "stop"])
-@pytest.mark.parametrize(("kind", "draft_ids"), [("dspark", REDUCED), ("dflash", None)], ids=["reduced", "dflash"])
+@pytest.mark.parametrize(
+    ("kind", "draft_ids"), [("dspark", REDUCED), ("dflash", None), ("eagle3", None)], ids=["reduced", "dflash", "eagle3"]
+)
 def test_blocks_at_every_position_are_the_rounds_that_decoding_makes_where_it_goes(tiny_target, target, kind, draft_ids, stop):
     """Where decoding passes, the recorded block is its round; where it does not, decoding the prompt up to there makes it."""
     drafter, config = _drafter(tiny_target, target, kind, draft_ids), _config("greedy", 0.0)

@@ -9,23 +9,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspark.blocks import attention_mask
-from dspark.drafters.base import DraftSampling, TrainingBatch
-from dspark.drafters.dflash import INIT_STD
+from dspark.drafters.base import INIT_STD, ContextRows, DraftSampling, TrainingBatch
 from dspark.sampling import distribution, draw
 from tests import oracles
 from tests.dspark import tiny
 
-KINDS = list(tiny.CONFIGS)
+KINDS = ["dflash", "dspark", "gated", "rnn", "headless"]
+RECURRENT = ["eagle3", "mtp"]
+OFFSET = dataclasses.replace(tiny.SHAPE, norm_weight_offset=1.0)
 K, L, D = tiny.BLOCK, len(tiny.TAPPED), tiny.SHAPE.width
 
 
-def _batch(anchors_BA, num_tokens, seed=0):
-    """A batch of blocks with random states and previous tokens; all rows count."""
+def _batch(anchors_BA, num_tokens, seed=0, num_tapped=L, block_size=K):
+    """A batch of blocks with random states and previous tokens; all rows count. The anchor tokens are those of the context."""
     generator, B, A = np.random.default_rng(seed), len(anchors_BA), len(anchors_BA[0])
-    normal = [torch.from_numpy(generator.normal(0.0, 1.0, size)) for size in ((B, num_tokens, L, D), (B, A, K, D), (B, A, K))]
-    previous, label = (torch.from_numpy(generator.integers(0, tiny.MASK, (B, A, K))) for _ in range(2))
-    valid = torch.ones(B, A, K, dtype=torch.bool)
-    return TrainingBatch(normal[0], torch.tensor(anchors_BA), previous, label, valid, normal[2] + 5.0, normal[1])
+    sizes = (B, num_tokens, num_tapped, D), (B, A, block_size, D), (B, A, block_size)
+    normal = [torch.from_numpy(generator.normal(0.0, 1.0, size)) for size in sizes]
+    previous, label = (torch.from_numpy(generator.integers(0, tiny.MASK, (B, A, block_size))) for _ in range(2))
+    next_tokens, anchors = torch.from_numpy(generator.integers(0, tiny.MASK, (B, num_tokens))), torch.tensor(anchors_BA)
+    previous[..., 0] = next_tokens.gather(1, (anchors - 1).clamp_min(0))
+    valid = torch.ones(B, A, block_size, dtype=torch.bool)
+    return TrainingBatch(normal[0], next_tokens, anchors, previous, label, valid, normal[2] + 5.0, normal[1])
+
+
+def _recurrent_batch(kind, anchors_BA, num_tokens, seed=0):
+    return _batch(anchors_BA, num_tokens, seed, len(tiny.tapped_layers(kind)), tiny.CONFIGS[kind].block_size)
 
 
 @pytest.mark.parametrize("shape", [tiny.SHAPE, tiny.CAPPED], ids=["plain", "soft_capped"])
@@ -42,6 +50,70 @@ def test_training_pass_equals_the_dense_oracle(kind, draft_ids, shape):
         if kind != "dflash":
             assert torch.allclose(output.confidence_logits_BAK[b], wanted.confidence_AK, atol=1e-10)
     assert (output.confidence_logits_BAK is None) == (kind == "dflash")
+
+
+@pytest.mark.parametrize("shape", [tiny.SHAPE, tiny.CAPPED, OFFSET], ids=["plain", "soft_capped", "norm_offset"])
+@pytest.mark.parametrize("draft_ids", [None, tiny.REDUCED], ids=["whole", "reduced"])
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_training_pass_of_a_recurrent_drafter_equals_the_oracle_step_by_step(kind, draft_ids, shape):
+    drafter, batch = tiny.drafter(kind, draft_ids, shape), _recurrent_batch(kind, [[2, 3, 7], [1, 5, 6]], num_tokens=7)
+    logits = tiny.draft_logits(drafter, batch)
+    for b in range(2):
+        given_tokens = batch.next_tokens_BT[b].tolist(), batch.anchors_BA[b].tolist(), batch.previous_BAK[b].tolist()
+        assert torch.allclose(logits[b], oracles.recurrent_rows(drafter, batch.tapped_BTLD[b], *given_tokens), atol=1e-10)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    kind=st.sampled_from(RECURRENT),
+    anchors=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    position=st.integers(0, 8),
+    seed=st.integers(0, 99),
+)
+def test_state_or_token_changed_moves_exactly_the_blocks_of_a_recurrent_drafter_that_have_seen_it(kind, anchors, position, seed):
+    drafter, batch = tiny.drafter(kind), _recurrent_batch(kind, [anchors], num_tokens=9, seed=seed)
+    before = tiny.draft_logits(drafter, batch)
+    batch.tapped_BTLD[0, position] += 1.0
+    moved = (tiny.draft_logits(drafter, batch) != before)[0].any(-1).any(-1).tolist()
+    assert moved == [position < anchor for anchor in anchors]
+    batch.tapped_BTLD[0, position] -= 1.0
+    before = tiny.draft_logits(drafter, batch)
+    batch.next_tokens_BT[0, position] = (batch.next_tokens_BT[0, position] + 1) % tiny.MASK
+    moved = (tiny.draft_logits(drafter, batch) != before)[0].any(-1).any(-1).tolist()
+    # The row before the anchor is fed the anchor token, which the block has of its own.
+    assert all(position < anchor for anchor, has_moved in zip(anchors, moved, strict=True) if has_moved)
+    if not (kind == "mtp" and position == 0):  # whose embedding is zero
+        assert all(has_moved for anchor, has_moved in zip(anchors, moved, strict=True) if position < anchor - 1)
+
+
+@pytest.mark.parametrize("mode", ["probabilistic", "greedy"])
+@pytest.mark.parametrize("draft_ids", [None, tiny.REDUCED], ids=["whole", "reduced"])
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_proposal_of_a_recurrent_drafter_equals_its_training_pass_teacher_forced_to_its_tokens(kind, draft_ids, mode):
+    drafter, anchors = tiny.drafter(kind, draft_ids), [3, 9, 1, 6]
+    batch = _recurrent_batch(kind, [[a] for a in anchors], num_tokens=10)
+    context = _context(drafter, batch, [4, 1, 5])
+    proposal = _propose(drafter, context, batch, anchors, mode, 0.8)
+    batch.previous_BAK[:, 0, 1:] = proposal.tokens_BK[:, :-1]
+    wanted = distribution(tiny.draft_logits(drafter, batch)[:, 0], 0.0 if mode == "greedy" else 0.8)
+    assert torch.allclose(proposal.probs_BKW, wanted, atol=1e-12)
+    assert proposal.confidence_logits_BK is None
+    some = _propose(drafter, context.rows(torch.tensor([2, 0])), _rows(batch, [2, 0]), [1, 3], "greedy", 1.0)
+    whole = _propose(drafter, context, batch, anchors, "greedy", 1.0)
+    assert torch.equal(some.tokens_BK, whole.tokens_BK[[2, 0]])
+
+
+def _rows(batch, rows):
+    return dataclasses.replace(batch, previous_BAK=batch.previous_BAK[rows])
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_padding_anchors_of_a_recurrent_drafter_leave_gradients_finite(kind):
+    drafter, batch = tiny.drafter(kind), _recurrent_batch(kind, [[4, 0], [0, 0]], num_tokens=4)
+    batch.valid_BAK[0, 1:], batch.valid_BAK[1] = False, False
+    batch.label_BAK[~batch.valid_BAK] = -1
+    tiny.losses(drafter, batch).total.backward()
+    assert all(torch.isfinite(p.grad).all() for p in drafter.parameters())
 
 
 @pytest.mark.parametrize("shape", [tiny.SHAPE, tiny.CAPPED], ids=["plain", "soft_capped"])
@@ -156,12 +228,13 @@ def test_markov_bias_of_a_row_depends_on_its_own_previous_token_alone():
     assert (before.confidence_logits_BAK[0, 0] != after.confidence_logits_BAK[0, 0]).tolist() == [False, False, True, False]
 
 
-def _context(drafter, tapped, pieces):
+def _context(drafter, batch, pieces):
     """The draft context, added in pieces of these lengths."""
-    context, start = drafter.new_context(len(tapped), tapped.shape[1] + K + 1), 0
+    num_rows, num_tokens = batch.next_tokens_BT.shape
+    context, start = drafter.new_context(num_rows, num_tokens + K + 1), 0
     for length in pieces:
-        positions = torch.arange(start, start + length).expand(len(tapped), -1)
-        drafter.extend_context(context, tapped[:, start : start + length], positions)
+        part, positions = slice(start, start + length), torch.arange(start, start + length).expand(num_rows, -1)
+        drafter.extend_context(context, ContextRows(batch.tapped_BTLD[:, part], batch.next_tokens_BT[:, part], positions))
         start += length
     return context
 
@@ -171,7 +244,7 @@ def _draws(uniform_BK):
 
 
 def _propose(drafter, context, batch, anchors, mode, temperature):
-    uniform = torch.rand(len(anchors), K, generator=torch.Generator().manual_seed(4))
+    uniform = torch.rand(len(anchors), drafter.config.block_size, generator=torch.Generator().manual_seed(4))
     return drafter.propose(context, batch.previous_BAK[:, 0, 0], torch.tensor(anchors), DraftSampling(mode, temperature), _draws(uniform))
 
 
@@ -181,7 +254,7 @@ def _propose(drafter, context, batch, anchors, mode, temperature):
 def test_proposal_equals_the_training_pass_teacher_forced_to_its_tokens(kind, draft_ids, mode):
     drafter, anchors = tiny.drafter(kind, draft_ids), [3, 9, 1, 6]
     batch = _batch([[a] for a in anchors], num_tokens=10)
-    context = _context(drafter, batch.tapped_BTLD, [4, 1, 5])
+    context = _context(drafter, batch, [4, 1, 5])
     proposal = _propose(drafter, context, batch, anchors, mode, 0.8)
     batch.previous_BAK[:, 0, 1:] = proposal.tokens_BK[:, :-1]
     output = drafter(batch)
@@ -198,23 +271,24 @@ def test_proposal_equals_the_training_pass_teacher_forced_to_its_tokens(kind, dr
 def test_proposal_with_stale_context_at_and_after_the_anchor_ignores_it():
     drafter, anchors = tiny.drafter("dspark"), [3, 9, 1, 6]
     batch = _batch([[a] for a in anchors], num_tokens=10)
-    clean = _propose(drafter, _context(drafter, batch.tapped_BTLD, [10]), batch, anchors, "probabilistic", 1.0)
-    context = _context(drafter, batch.tapped_BTLD, [10])
+    clean = _propose(drafter, _context(drafter, batch, [10]), batch, anchors, "probabilistic", 1.0)
+    context = _context(drafter, batch, [10])
     garbage = torch.full((4, K + 1, L, D), 7.0, dtype=torch.float64)
-    drafter.extend_context(context, garbage, torch.tensor(anchors)[:, None] + torch.arange(K + 1))
+    tokens = torch.zeros(4, K + 1, dtype=torch.long)
+    drafter.extend_context(context, ContextRows(garbage, tokens, torch.tensor(anchors)[:, None] + torch.arange(K + 1)))
     stale = _propose(drafter, context, batch, anchors, "probabilistic", 1.0)
     assert torch.equal(clean.tokens_BK, stale.tokens_BK)
     assert torch.equal(clean.probs_BKW, stale.probs_BKW)
-    drafter.extend_context(context, garbage[:, :1], torch.tensor(anchors)[:, None] - 1)
+    drafter.extend_context(context, ContextRows(garbage[:, :1], tokens[:, :1], torch.tensor(anchors)[:, None] - 1))
     assert not torch.allclose(clean.probs_BKW, _propose(drafter, context, batch, anchors, "probabilistic", 1.0).probs_BKW)
 
 
 def test_proposal_after_selecting_requests_equals_theirs_before():
     drafter, anchors = tiny.drafter("dspark"), [3, 9, 1]
     batch = _batch([[a] for a in anchors], num_tokens=10)
-    context = _context(drafter, batch.tapped_BTLD, [10])
+    context = _context(drafter, batch, [10])
     whole = _propose(drafter, context, batch, anchors, "greedy", 1.0)
-    context.select(torch.tensor([2, 0]))
+    context = context.rows(torch.tensor([2, 0]))
     some = drafter.propose(
         context, batch.previous_BAK[[2, 0], 0, 0], torch.tensor([1, 3]), DraftSampling("greedy", 1.0), _draws(torch.zeros(2, K))
     )

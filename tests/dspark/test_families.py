@@ -61,12 +61,12 @@ def test_unknown_rotary_embedding_is_refused(rope):
 @pytest.mark.parametrize("tapped", [(), (1, 1), (3, 1), (-1, 2), (2, 7), (2, 9)])
 def test_tapped_layers_that_cannot_be_are_refused_with_the_rule(tapped):
     with pytest.raises(ValueError, match=rf"target.tapped_layers: {re.escape(str(list(tapped)))} must be .* between 0 and 6"):
-        check_tapped_layers(tapped, 8)
+        check_tapped_layers(tapped, 8, "dspark")
 
 
 @pytest.mark.parametrize("num_layers", [2, 3, 4, 5, 36])
 def test_tapped_layers_that_the_error_proposes_are_right(num_layers):
     with pytest.raises(ValueError, match="Fix: for example") as error:
-        check_tapped_layers((num_layers,), num_layers)
+        check_tapped_layers((num_layers,), num_layers, "dspark")
     proposal = tuple(int(n) for n in re.findall(r"\d+", str(error.value).rpartition("[")[2]))
-    check_tapped_layers(proposal, num_layers)
+    check_tapped_layers(proposal, num_layers, "dspark")

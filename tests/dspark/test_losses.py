@@ -17,7 +17,7 @@ def _batch(label_BAK, valid_BAK, log_sum_exp_BAK=None, final_BAKD=None):
     nothing = torch.zeros(0)
     anchors = torch.zeros(label_BAK.shape[:2], dtype=torch.long)
     return TrainingBatch(
-        nothing, anchors, nothing, label_BAK, valid_BAK, nothing if log_sum_exp_BAK is None else log_sum_exp_BAK, final_BAKD
+        nothing, nothing, anchors, nothing, label_BAK, valid_BAK, nothing if log_sum_exp_BAK is None else log_sum_exp_BAK, final_BAKD
     )
 
 
@@ -223,15 +223,19 @@ def test_loss_in_chunks_in_low_precision_is_near_the_dense_one_in_fp64(dtype, cl
         assert float((found.double() - wanted).norm() / wanted.norm()) < close
 
 
-def test_gradient_of_the_loss_function_passes_gradcheck_where_no_probabilities_are_equal():
+def test_gradients_of_the_loss_in_chunks_equal_central_differences():
     batch, head, leaves = _problem(5)
     plain = LossConfig(0.1, 0.3, 0.9, 0.0, 2.5)  # the confidence label is a constant of the loss, not of its derivative
+    gradients = torch.autograd.grad(_fused(batch, head, leaves, plain, 4).total, leaves[:3])
 
-    def total(hidden, bias, weight):
-        with_weight = DraftHead(head.weight_WD, weight, head.ids_W, head.soft_cap)
-        return _fused(batch, with_weight, [hidden, bias, weight, leaves[3]], plain, 4).total
+    def total():
+        with torch.no_grad():
+            return _fused(batch, head, leaves, plain, 4).total.item()
 
-    assert torch.autograd.gradcheck(total, leaves[:3], eps=1e-6, atol=1e-6)
+    for leaf, gradient in zip(leaves[:3], gradients, strict=True):
+        for index in list(np.ndindex(*leaf.shape))[::5]:
+            with torch.no_grad():
+                assert float(gradient[index]) == pytest.approx(oracles.central_difference(total, leaf, index), abs=1e-7)
 
 
 def test_loss_of_no_row_is_zero_and_has_a_zero_gradient_for_every_input():

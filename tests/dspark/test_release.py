@@ -32,7 +32,7 @@ def _calibration(block_size=tiny.BLOCK):
 
 
 def _head(shape=tiny.SHAPE):
-    return TargetHead(shape, tiny.tables(shape), torch.ones(shape.width, dtype=torch.float64))
+    return TargetHead(shape, tiny.tables(shape))
 
 
 def _write(folder, drafter=None, *, target_config=TARGET_CONFIG, head=None, calibration=None, sps=SPS):

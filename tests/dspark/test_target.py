@@ -122,9 +122,9 @@ def test_logits_of_a_bf16_target_are_fp32(tiny_target):
     assert load_head(tiny_target, torch.bfloat16).tables.embedding_VD.dtype == torch.bfloat16
 
 
-def test_target_with_its_last_layer_tapped_is_refused(tiny_target):
-    with pytest.raises(ValueError, match=r"target.tapped_layers: \[0, 2\] must be"):
-        TransformersTarget(tiny_target, (0, 2), torch.float32, CPU)
+def test_last_layer_tapped_is_the_state_before_the_final_norm(tiny_target):
+    states = TransformersTarget(tiny_target, (0, 2), torch.float32, CPU).states([5, 9, 33])
+    assert torch.equal(load_head(tiny_target, torch.float32).normalise(states.tapped_BTLD[:, 1]), states.final_BTD)
 
 
 def test_head_in_several_files_equals_the_head_in_one(tiny_target, tmp_path):
@@ -140,7 +140,7 @@ def test_head_in_several_files_equals_the_head_in_one(tiny_target, tmp_path):
     whole, parts = load_head(tiny_target, torch.float32), load_head(tmp_path, torch.float32)
     assert torch.equal(whole.tables.embedding_VD, parts.tables.embedding_VD)
     assert torch.equal(whole.tables.lm_head_VD, parts.tables.lm_head_VD)
-    assert torch.equal(whole.norm_weight_D, parts.norm_weight_D)
+    assert torch.equal(whole.tables.norm_D, parts.tables.norm_D)
 
 
 def test_head_of_a_folder_without_embedding_is_refused(tiny_target, tmp_path):

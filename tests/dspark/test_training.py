@@ -12,6 +12,7 @@ import torch
 
 from dspark.blocks import attention_mask
 from dspark.cache import CacheFormat
+from dspark.config import LossConfig
 from dspark.data import RowDraw, build_batch
 from dspark.losses import Denominators, loss_weights
 from dspark.storage import LocalStorage
@@ -486,12 +487,14 @@ def test_training_from_the_best_logits_differs_by_no_more_than_the_mass_that_the
 
 @pytest.mark.parametrize(
     ("kind", "draft_ids"),
-    [("dflash", None), ("dspark", None), ("dspark", tiny.REDUCED), ("gated", None), ("rnn", None)],
-    ids=["dflash", "dspark", "dspark_reduced", "gated", "rnn"],
+    [("dflash", None), ("dspark", None), ("dspark", tiny.REDUCED), ("gated", None), ("rnn", None), ("eagle3", None), ("mtp", tiny.REDUCED)],
+    ids=["dflash", "dspark", "dspark_reduced", "gated", "rnn", "eagle3", "mtp"],
 )
 def test_curves_of_twenty_steps_equal_the_golden_ones(data, tmp_path, kind, draft_ids, request):
     path = GOLDEN / f"training_{request.node.callspec.id}.json"
-    run = Run(data, _config(), tmp_path, kind=kind, micro=2, draft_ids=draft_ids)
+    loss = LossConfig(0.0, 1.0, 0.0, 0.0, 4.48) if kind == "eagle3" else tiny.TRAINING.loss
+    data = dataclasses.replace(data, block_size=tiny.CONFIGS[kind].block_size)
+    run = Run(data, _config(loss=loss), tmp_path, kind=kind, micro=2, draft_ids=draft_ids)
     assert run.column("loss")[-1] < 0.95 * run.column("loss")[0]
     if os.environ.get(REWRITE) == "1":
         path.write_text(json.dumps(run.curves, indent=1) + "\n")

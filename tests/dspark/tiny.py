@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from dspark.cache import CacheFormat, CacheIdentity, CacheReader, CacheRow, num_tapped, supervised_rows, write_manifest, write_shard
-from dspark.config import DFlashConfig, DrafterConfig, DSparkConfig, LossConfig, TargetShape, TrainingConfig
+from dspark.config import DFlashConfig, DrafterConfig, DSparkConfig, Eagle3Config, LossConfig, MtpConfig, TargetShape, TrainingConfig
 from dspark.data import CachedRows, RowOrder
 from dspark.drafters import build_drafter
-from dspark.drafters.base import FrozenTables, TrainingBatch
-from dspark.drafters.dflash import DFlash
+from dspark.drafters.base import Drafter, FrozenTables, TrainingBatch
 from dspark.losses import Denominators, Losses, block_losses, loss_weights
 from dspark.losses import target_probs as losses_target_probs
 from dspark.states import States, encode
@@ -44,28 +43,33 @@ CONFIGS: dict[str, DrafterConfig] = {
         for name, head, rank in (("dspark", "markov", 5), ("gated", "gated", 5), ("rnn", "rnn", 5), ("headless", "none", 0))
     },
 }
+CONFIGS |= {"eagle3": Eagle3Config("eagle3", BLOCK, None), "mtp": MtpConfig("mtp", 1, None)}
 TRAINING = TrainingConfig(
     lr=3e-3, muon_lr=None, num_steps=20, warmup_fraction=0.2, weight_decay=0.0, clip_norm=1.0, batch_sequences=4, num_anchors=6, precision="fp64", seed=7,
     window_shards=2, row_uses=1, select_every_steps=5, checkpoint_every_steps=10, loss=LossConfig(alpha_ce=0.1, alpha_soft_ce=0.0, alpha_tv=0.9, alpha_confidence=1.0, position_decay=4.0),
 )  # fmt: skip
 
 
+def tapped_layers(kind: str) -> tuple[int, ...]:
+    return (SHAPE.num_layers - 1,) if kind == "mtp" else TAPPED
+
+
 MEMORY = Memory(micro_batch_sequences=4, loss_chunk_rows=5)
 
 
-def losses(drafter: DFlash, batch: TrainingBatch, config: LossConfig = TRAINING.loss, chunk_rows: int = 5) -> Losses:
+def losses(drafter: Drafter, batch: TrainingBatch, config: LossConfig = TRAINING.loss, chunk_rows: int = 5) -> Losses:
     """The loss of one batch, as if it were a whole step."""
     weights = loss_weights(batch, drafter.head, config, torch.float64)
     return block_losses(drafter(batch), batch, drafter.head, weights, Denominators(weights.sum, weights.sum_ce), config, chunk_rows)
 
 
-def draft_logits(drafter: DFlash, batch: TrainingBatch) -> Tensor:
+def draft_logits(drafter: Drafter, batch: TrainingBatch) -> Tensor:
     """[B, A, K, W], in full."""
     output = drafter(batch)
     return drafter.head.logits(output.hidden_BAKD, output.bias_BAKR)
 
 
-def target_probs(drafter: DFlash, batch: TrainingBatch) -> Tensor:
+def target_probs(drafter: Drafter, batch: TrainingBatch) -> Tensor:
     """p_t over the draft vocabulary [B, A, K, W]; 0 on rows that do not count."""
     probs = drafter.lm_head_WD.new_zeros(*batch.valid_BAK.shape, len(drafter.draft_ids_W))
     probs[batch.valid_BAK] = losses_target_probs(batch.target_rows(), drafter.head)
@@ -75,12 +79,12 @@ def target_probs(drafter: DFlash, batch: TrainingBatch) -> Tensor:
 def tables(shape: TargetShape = SHAPE, seed: int = 1) -> FrozenTables:
     generator = np.random.default_rng(seed)
     embedding, head = (torch.from_numpy(generator.normal(0.0, scale, (shape.vocab_size, shape.width))) for scale in (1.0, 0.5))
-    return FrozenTables(embedding, head)
+    return FrozenTables(embedding, head, torch.from_numpy(generator.normal(1.0, 0.3, shape.width)))
 
 
-def drafter(kind: str, draft_ids: Tensor | None = None, shape: TargetShape = SHAPE, seed: int = 2) -> DFlash:
+def drafter(kind: str, draft_ids: Tensor | None = None, shape: TargetShape = SHAPE, seed: int = 2) -> Drafter:
     """An fp64 drafter whose every parameter, norms and biases too, is random and far from its initial value."""
-    model = build_drafter(CONFIGS[kind], shape, TAPPED, MASK, tables(shape), draft_ids).double()
+    model = build_drafter(CONFIGS[kind], shape, tapped_layers(kind), MASK, tables(shape), draft_ids).double()
     generator = np.random.default_rng(seed)
     for _, parameter in sorted(model.named_parameters()):
         centre, scale = (1.0, 0.3) if parameter.dim() == 1 and len(parameter) > 1 else (0.0, 0.3)

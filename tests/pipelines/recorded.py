@@ -161,6 +161,6 @@ class Recorded(cache_targets.Capturer):
         self._out, self._corpus = open_storage(settings.out_uri), open_storage(settings.corpus_uri)
         shape = replace(tiny.SHAPE, width=settings.config.width)
         tables = tiny.tables(shape)
-        self._head = TargetHead(shape, FrozenTables(tables.embedding_VD.float(), tables.lm_head_VD.float()), torch.ones(shape.width))
+        self._head = TargetHead(shape, FrozenTables(tables.embedding_VD.float(), tables.lm_head_VD.float(), torch.ones(shape.width)))
         self._files = lru_cache(4)(lambda file: read_shard(self._corpus, file))
         self._engine = Recording(Path(settings.target_uri))

@@ -1,0 +1,51 @@
+"""EAGLE-3: one layer on [embedding ; state], whose first state is a projection of the tapped layers.
+
+As DeepSpec's baseline: attention is fed [norm(embedding) ; norm(state)] of width 2D, the residual is the un-normed state, the
+state that goes on is the layer's output before the final norm; embedding and LM head are the target's. Tensor names are
+those of vLLM's EAGLE-3 classes. Shapes: see drafters/base.py.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from dspark.config import Eagle3Config, TargetShape
+from dspark.drafters.base import FrozenTables
+from dspark.drafters.recurrent import Recurrent, RecurrentLayer
+from dspark.layers import RMSNorm
+
+
+class Eagle3Layer(RecurrentLayer):
+    def __init__(self, shape: TargetShape) -> None:
+        super().__init__(shape, 2 * shape.width)
+        self.input_layernorm = RMSNorm(shape.width, shape.norm_epsilon)
+        self.hidden_norm = RMSNorm(shape.width, shape.norm_epsilon)
+
+
+class Eagle3(Recurrent):
+    MATRICES = ("fc.", "layers.")
+
+    def __init__(
+        self,
+        config: Eagle3Config,
+        shape: TargetShape,
+        tapped_layers: tuple[int, ...],
+        mask_token_id: int,
+        tables: FrozenTables,
+        draft_ids: Tensor | None,
+    ) -> None:
+        super().__init__(config, shape, tapped_layers, mask_token_id, tables, draft_ids)
+        self.fc = nn.Linear(len(tapped_layers) * shape.width, shape.width, bias=False)
+        self.layers = nn.ModuleList([Eagle3Layer(shape)])
+
+    @property
+    def layer(self) -> Eagle3Layer:  # type: ignore[override]
+        layer = self.layers[0]
+        assert isinstance(layer, Eagle3Layer)
+        return layer
+
+    def first_state(self, tapped_BTLD: Tensor) -> Tensor:
+        return self.fc(tapped_BTLD.flatten(-2))
+
+    def enter(self, embedded: Tensor, state: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        layer = self.layer
+        return torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(state)], dim=-1), state
