@@ -304,7 +304,7 @@ def _start_engine(kind: str, folder: Path, numbers: list[int]) -> None:
     from dspark.layers import fast_dtype
     from dspark.target import load_head
     from pipelines.backends.vllm import BATCH_TOKENS, ENGINE_DTYPE, Capture, Prefiller
-    from pipelines.stages.cache_targets import cached_row
+    from pipelines.stages.cache_targets import cached_rows
 
     cache = open_cache(LocalStorage(str(folder)))
     model = next(path.parent for path in (PROJECT_ROOT / "models").glob("SmolLM2*/config.json"))
@@ -330,8 +330,7 @@ def _start_engine(kind: str, folder: Path, numbers: list[int]) -> None:
     ]
 
     def store() -> None:
-        states = zip(corpus, ours.capture(sequences), strict=True)
-        found = (cached_row(row, tapped, final, head, form) for row, (tapped, final) in states)
+        found = cached_rows(corpus, ours.capture(sequences), head, form)
         with tempfile.TemporaryDirectory() as place:
             write_shard(LocalStorage(place), "shard-00000", found, identity, form, ours.version)
 

@@ -11,8 +11,9 @@ engine again and again is cut in two until the one row that does it stands alone
 
 import json
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -52,6 +53,7 @@ CAPTURER = "pipelines.stages.cache_targets:Capturer"
 MIN_SUPERVISED_TOKENS = 2  # one anchor and one label
 SHARD_BYTES = 96_000_000  # what a kill can cost, and what a stream's window is filled with
 CORPUS_FILES = 32  # kept read by a worker
+ROWS_BESIDE = 32  # that wait to be encoded while the engine goes on: two of its batches
 LOGIT_ROWS = 256  # rows of [rows, vocabulary] logits held at once
 MAX_POISONED_FRACTION = 0.05  # above it the engine is at fault, not the rows
 
@@ -265,8 +267,21 @@ class Capturer:
                 raise ValueError(
                     f"target.mask_token_id: {self._config.mask_token_id} occurs in corpus row {row['row_id']}. Fix: choose a special token that never occurs in text"
                 )
-        for row, (tapped_TLD, final_TD) in zip(rows, self._engine.capture([row["token_ids"] for row in rows]), strict=True):
-            yield cached_row(row, tapped_TLD, final_TD, self._head, self._settings.form)
+        yield from cached_rows(rows, self._engine.capture([row["token_ids"] for row in rows]), self._head, self._settings.form)
+
+
+def cached_rows(
+    rows: Sequence[Mapping[str, Any]], states: "Iterator[tuple[Tensor, Tensor]]", head: "TargetHead", form: CacheFormat
+) -> Iterator[CacheRow]:
+    """Rows in the form in which they are stored. They are made in a thread beside the engine's, which prefills meanwhile."""
+    waiting: deque[Future[CacheRow]] = deque()
+    with ThreadPoolExecutor(1) as pool:
+        for row, (tapped_TLD, final_TD) in zip(rows, states, strict=True):
+            waiting.append(pool.submit(cached_row, row, tapped_TLD, final_TD, head, form))
+            if len(waiting) > ROWS_BESIDE:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 def cached_row(row: Mapping[str, Any], tapped_TLD: "Tensor", final_TD: "Tensor", head: "TargetHead", form: CacheFormat) -> CacheRow:
