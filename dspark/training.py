@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dspark.config import LossConfig, TrainingConfig
@@ -89,6 +91,7 @@ class LocalEngine:
         self._drafter = module.drafter
         self._clip_norm = config.clip_norm
         self._parameters = list(self._drafter.parameters())
+        self._has_muon = config.muon_lr is not None
         is_mixed = config.precision == "bf16"
         self._masters = [p.detach().float().clone() for p in self._parameters] if is_mixed else self._parameters
         matrices = self._drafter.hidden_matrices() if config.muon_lr is not None else set()
@@ -130,10 +133,30 @@ class LocalEngine:
         return {name: tensor.detach().clone() for name, tensor in self._drafter.state_dict().items()}
 
     def save(self, folder: Path) -> None:
+        if not self._has_muon:
+            adamw = self._optimizers[0][0].state
+            names = [name for name, _ in self._drafter.named_parameters()]
+            masters = {
+                name: {ADAMW_STATES[0]: m.detach(), **{k: adamw[m][k] for k in ADAMW_STATES[1:]}}
+                for name, m in zip(names, self._masters, strict=True)
+            }
+            save_adamw(folder, masters, int(adamw[self._masters[0]]["step"]))
+            return
         optimizers = [optimizer.state_dict() for optimizer, _ in self._optimizers]
         torch.save({"masters": [m.detach() for m in self._masters], "optimizers": optimizers}, folder / "engine.pt")
 
     def load(self, folder: Path) -> None:
+        if not self._has_muon:
+            saved, num_steps = load_adamw(folder)
+            adamw = self._optimizers[0][0].state
+            with torch.no_grad():
+                for (name, parameter), master in zip(self._drafter.named_parameters(), self._masters, strict=True):
+                    state = {key: tensor.to(self.device, master.dtype) for key, tensor in saved[name].items()}
+                    master.copy_(state[ADAMW_STATES[0]])
+                    parameter.copy_(master)
+                    step = torch.tensor(float(num_steps), device=self.device)
+                    adamw[master] = {"step": step, **{key: state[key] for key in ADAMW_STATES[1:]}}
+            return
         state = torch.load(folder / "engine.pt", weights_only=True)
         with torch.no_grad():
             for master, parameter, saved in zip(self._masters, self._parameters, state["masters"], strict=True):
@@ -141,6 +164,26 @@ class LocalEngine:
                 parameter.copy_(saved)
         for (optimizer, _), saved in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
+
+
+ADAMW_STATES = ("master", "exp_avg", "exp_avg_sq")
+_ENGINE_FILE = "engine.safetensors"
+
+
+def save_adamw(folder: Path, state: Mapping[str, Mapping[str, Tensor]], num_steps: int) -> None:
+    """`engine.safetensors`: `<parameter>.<one of ADAMW_STATES>`, each whole. No engine, world size or ZeRO stage is in it."""
+    tensors = {f"{name}.{key}": tensor.cpu().contiguous() for name, states in state.items() for key, tensor in states.items()}
+    save_file(tensors, folder / _ENGINE_FILE, {"num_steps": str(num_steps)})
+
+
+def load_adamw(folder: Path) -> tuple[dict[str, dict[str, Tensor]], int]:
+    """What `save_adamw` wrote."""
+    state: dict[str, dict[str, Tensor]] = {}
+    with safe_open(folder / _ENGINE_FILE, framework="pt") as file:
+        for key in file.keys():  # noqa: SIM118 - not a dict
+            name, _, kind = key.rpartition(".")
+            state.setdefault(name, {})[kind] = file.get_tensor(key)
+        return state, int(file.metadata()["num_steps"])
 
 
 @dataclass(frozen=True)
@@ -209,7 +252,7 @@ def train(
             "Fix: make it a multiple of cluster.train_workers x cluster.micro_batch_sequences"
         )
     engine = make_engine(DrafterLoss(drafter, config.loss, memory.loss_chunk_rows), config, num_micro)
-    checkpoints = _Checkpoints(storage, engine)
+    checkpoints = _Checkpoints(storage, engine, config.muon_lr is not None)
     state = checkpoints.load() or TrainState()
 
     def prepare(step: int) -> Prepared:
@@ -297,8 +340,9 @@ class _Checkpoints:
 
     COMPLETE = "complete.json"
 
-    def __init__(self, storage: Storage, engine: TrainEngine) -> None:
-        self._storage, self._engine = storage, engine
+    def __init__(self, storage: Storage, engine: TrainEngine, is_bound: bool) -> None:
+        """is_bound: the engine's files are of its world size."""
+        self._storage, self._engine, self._is_bound = storage, engine, is_bound
 
     def _whole(self) -> list[str]:
         suffix = f"/{self.COMPLETE}"
@@ -310,7 +354,7 @@ class _Checkpoints:
             local = Path(temporary)
             self._engine.save(local)
             if self._engine.rank == 0:
-                torch.save(state.best_weights, local / "best.pt")
+                save_file({name: tensor.cpu().contiguous() for name, tensor in state.best_weights.items()}, local / "best.safetensors")
             for path in sorted(p for p in local.rglob("*") if p.is_file()):
                 self._storage.put_file(f"{folder}/{path.relative_to(local)}", path)
         self._engine.all_sum(torch.zeros(1))  # every rank has written before the receipt says so
@@ -321,7 +365,7 @@ class _Checkpoints:
                 "best_accepted_length": state.best_accepted_length,
                 "curves": state.curves,
             }
-            record["world_size"] = self._engine.world_size
+            record |= {"world_size": self._engine.world_size, "is_bound": self._is_bound}
             self._storage.put(f"{folder}/{self.COMPLETE}", json.dumps(record).encode())
             for old in self._whole()[:-2]:
                 for name in [f"{old}/{self.COMPLETE}", *self._storage.list(f"{old}/")]:
@@ -332,9 +376,10 @@ class _Checkpoints:
         if not folders:
             return None
         record: dict[str, Any] = json.loads(self._storage.read(f"{folders[-1]}/{self.COMPLETE}"))
-        if record["world_size"] != self._engine.world_size:
+        if record["is_bound"] and record["world_size"] != self._engine.world_size:
             raise ValueError(
-                f"{folders[-1]}: saved by {record['world_size']} workers, now {self._engine.world_size}. Fix: set cluster.train_workers={record['world_size']}"
+                f"{folders[-1]}: saved by {record['world_size']} workers, now {self._engine.world_size}, and Muon's state stays as it was sharded. "
+                f"Fix: set cluster.train_workers={record['world_size']}; with stage.train.muon_lr=null a run goes on with any number"
             )
         with tempfile.TemporaryDirectory() as temporary:
             local = Path(temporary)
@@ -345,5 +390,5 @@ class _Checkpoints:
                     while chunk := source.read(1 << 24):
                         file.write(chunk)
             self._engine.load(local)
-            best = torch.load(local / "best.pt", weights_only=True)
+            best = load_file(local / "best.safetensors")
         return TrainState(record["step"], record["best_step"], record["best_accepted_length"], best, record["curves"])

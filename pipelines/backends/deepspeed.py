@@ -9,6 +9,7 @@ import importlib
 import math
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -17,11 +18,17 @@ from torch import Tensor
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
 import deepspeed
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
 
 from dspark.config import TrainingConfig
 from dspark.drafters.base import Drafter, TrainingBatch
 from dspark.losses import Denominators
-from dspark.training import DTYPES, MUON_MOMENTUM, DrafterLoss
+from dspark.training import ADAMW_STATES, DTYPES, MUON_MOMENTUM, DrafterLoss, load_adamw, save_adamw
 
 TAG = "engine"
 
@@ -108,7 +115,64 @@ class DeepSpeedEngine:
         return {name.removeprefix("drafter."): tensor.detach().clone() for name, tensor in (state or {}).items()}
 
     def save(self, folder: Path) -> None:
-        self._engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
+        if self._has_muon:
+            self._engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
+            return
+        state = {name: self._whole(parameter) for name, parameter in self._named_parameters()}
+        if self.rank == 0:
+            save_adamw(folder, state, self._num_steps())
 
     def load(self, folder: Path) -> None:
-        self._engine.load_checkpoint(str(folder), tag=TAG)
+        if self._has_muon:
+            self._engine.load_checkpoint(str(folder), tag=TAG)
+            return
+        state, num_steps = load_adamw(folder)
+        for group in self._base_optimizer().param_groups:  # DeepSpeed makes these at the first step
+            for flat in group["params"]:
+                new = {key: torch.zeros_like(flat) for key in ADAMW_STATES[1:]}
+                self._base_optimizer().state[flat] = {"step": torch.tensor(float(num_steps), device=flat.device), **new}
+        if self._zero_stage in (1, 2):
+            self._engine.optimizer._lazy_init_hp_params_optimizer_state()
+        for name, parameter in self._named_parameters():
+            self._set(parameter, state[name])
+
+    def _named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        return [(name.removeprefix("drafter."), parameter) for name, parameter in self._engine.module.named_parameters()]
+
+    def _base_optimizer(self) -> torch.optim.Optimizer:
+        """torch's own, below what DeepSpeed wraps around it."""
+        return getattr(self._engine.optimizer, "optimizer", self._engine.optimizer)
+
+    def _num_steps(self) -> int:
+        return int(next(iter(self._base_optimizer().state.values()))["step"])
+
+    def _whole(self, parameter: torch.nn.Parameter) -> dict[str, Tensor]:
+        """A parameter and its AdamW states in fp32, gathered from all ranks."""
+        if self._is_sharded(parameter):
+            found = [safe_get_full_fp32_param(parameter), *(safe_get_full_optimizer_state(parameter, key) for key in ADAMW_STATES[1:])]
+        else:
+            found = [parameter.detach(), *(self._base_optimizer().state[parameter][key] for key in ADAMW_STATES[1:])]
+        return {key: tensor.float().cpu().reshape(_shape(parameter)).clone() for key, tensor in zip(ADAMW_STATES, found, strict=True)}
+
+    def _set(self, parameter: torch.nn.Parameter, state: dict[str, Tensor]) -> None:
+        state = {key: tensor.to(self.device) for key, tensor in state.items()}
+        master = state[ADAMW_STATES[0]]
+        if self._is_sharded(parameter):
+            safe_set_full_fp32_param(parameter, master)
+            for key in ADAMW_STATES[1:]:
+                safe_set_full_optimizer_state(parameter, state[key], key)
+        else:
+            for key in ADAMW_STATES[1:]:
+                self._base_optimizer().state[parameter][key].copy_(state[key])
+        gathered = deepspeed.zero.GatheredParameters([parameter], modifier_rank=0) if self._zero_stage == 3 else nullcontext()
+        with gathered, torch.no_grad():
+            if self._zero_stage < 3 or self.rank == 0:
+                parameter.copy_(master)
+
+    def _is_sharded(self, parameter: torch.nn.Parameter) -> bool:
+        return hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
+
+
+def _shape(parameter: torch.nn.Parameter) -> torch.Size:
+    """Of the whole parameter, of which ZeRO-3 leaves nothing outside of a forward."""
+    return getattr(parameter, "ds_shape", parameter.shape)

@@ -111,7 +111,17 @@ class RayWork:
                 ray.kill(actor)
 
     def beside(self, resources: Resources) -> "RayWork":
-        return replace(self, resources=resources)
+        other = replace(self, resources=resources)
+        cpus = sum(work.resources.num_workers * work._claim()[0] for work in (self, other))
+        gpus = sum(work.resources.num_workers * work.resources.num_gpus for work in (self, other))
+        there = ray.cluster_resources()
+        for kind, needed in (("CPU", cpus), ("GPU", gpus)):
+            if needed > there.get(kind, 0.0):
+                raise ValueError(
+                    f"cluster.engine_workers: {resources.num_workers} engines beside {self.resources.num_workers} training workers take {needed} {kind}s, "
+                    f"the cluster has {there.get(kind, 0.0):g}. Fix: fewer cluster.engine_workers or cluster.cpus_per_worker, or stage.cache_targets.mode=store"
+                )
+        return other
 
     def gang(self, function: str, settings: Any) -> Any:
         from ray.train import FailureConfig, RunConfig, ScalingConfig

@@ -219,13 +219,14 @@ def test_training_resumed_ignores_a_checkpoint_without_its_receipt(data, tmp_pat
     assert resumed.curves == Run(data, config, tmp_path / "whole").curves
 
 
-def test_training_resumed_with_another_number_of_workers_is_refused(data, tmp_path):
+def test_training_with_muon_resumed_with_another_number_of_workers_is_refused(data, tmp_path):
+    config = _config(muon_lr=0.02, clip_norm=None)
     with pytest.raises(Stop):
-        Run(data, _config(), tmp_path / "run", on_step=_stop_after(11))
+        Run(data, config, tmp_path / "run", on_step=_stop_after(11))
     path = tmp_path / "run/checkpoints/step-000010/complete.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "world_size": 2}))
-    with pytest.raises(ValueError, match=r"saved by 2 workers, now 1\. Fix: set cluster.train_workers=2"):
-        Run(data, _config(), tmp_path / "run")
+    with pytest.raises(ValueError, match=r"saved by 2 workers, now 1, .*Fix: set cluster.train_workers=2; with stage.train.muon_lr=null"):
+        Run(data, config, tmp_path / "run")
 
 
 @pytest.mark.parametrize("draft_ids", [None, tiny.REDUCED], ids=["whole", "reduced"])

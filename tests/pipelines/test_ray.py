@@ -59,3 +59,9 @@ def test_map_of_a_worker_that_cannot_be_built_is_an_error_though_failed_items_ar
 def test_map_hands_an_items_own_error_on_at_once(work: Any) -> None:
     with pytest.raises(ValueError, match=r"target\.mask_token_id: 7 occurs in row 3"):
         list(work.map(f"{HERE}:Fragile", "", ["a", "bad", "b"], keep_failed=True))
+
+
+def test_engines_beside_more_workers_than_the_cluster_holds_are_refused_at_once(work: Any) -> None:
+    list(work.map(f"{HERE}:Fragile", "", [1]))  # joins the cluster
+    with pytest.raises(ValueError, match=r"cluster.engine_workers: 1000 engines beside 1 training workers take 1001 CPUs, .*Fix: fewer"):
+        work.beside(Resources("/target", num_workers=1000, num_cpus=1))
