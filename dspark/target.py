@@ -19,7 +19,9 @@ from torch import Tensor
 from dspark.config import TargetShape
 from dspark.drafters.base import FrozenTables
 from dspark.families import target_shape
-from dspark.layers import rms_norm, soft_capped
+from dspark.layers import TILE_ROWS, rms_norm, soft_capped
+
+EXP_SAFE = 64.0  # exp of twice as much, either way, leaves fp32
 
 
 @dataclass
@@ -60,7 +62,20 @@ class TargetHead:
         return rms_norm(hidden, self.tables.norm_D, self.shape.norm_epsilon, self.shape.norm_weight_offset)
 
     def logits(self, final: Tensor) -> Tensor:
-        return _logits(torch.nn.functional.linear(final, self.tables.lm_head_VD), self.shape)
+        return self._logits_of(final, self.tables.lm_head_VD)
+
+    def log_sum_exp(self, final_MD: Tensor) -> Tensor:
+        """Of the logits of M states, [M]; a tile of the vocabulary at a time stays in the processor's cache.
+
+        exp is taken of the logits as they are, which saves two passes over them. Where the result comes near fp32's range, as no
+        trained model's does, it is done again with the largest taken off first.
+        """
+        sums = (self._logits_of(final_MD, tile_VD).exp_().sum(-1) for tile_VD in self.tables.lm_head_VD.split(TILE_ROWS))
+        total = torch.stack(list(sums)).sum(0).log()
+        return total if bool((total.abs() < EXP_SAFE).all()) else self.logits(final_MD).logsumexp(-1)
+
+    def _logits_of(self, final: Tensor, table_VD: Tensor) -> Tensor:
+        return _logits(torch.nn.functional.linear(final, table_VD), self.shape)
 
 
 def _logits(product: Tensor, shape: TargetShape) -> Tensor:

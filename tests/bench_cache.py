@@ -34,7 +34,7 @@ from pipelines.config import PROJECT_ROOT
 BATCH_ROWS, NUM_ANCHORS, BLOCK = 8, 24, 7
 NUM_REPEATS = 3
 CHUNK_BYTES = 1 << 23
-CAPTURE_ROWS = 24
+CAPTURE_ROWS = 64  # about what a shard holds
 S3_SHARDS = 3
 
 

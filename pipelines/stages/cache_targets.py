@@ -12,7 +12,7 @@ engine again and again is cut in two until the one row that does it stands alone
 import json
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -53,7 +53,7 @@ CAPTURER = "pipelines.stages.cache_targets:Capturer"
 MIN_SUPERVISED_TOKENS = 2  # one anchor and one label
 SHARD_BYTES = 96_000_000  # what a kill can cost, and what a stream's window is filled with
 CORPUS_FILES = 32  # kept read by a worker
-ROWS_BESIDE = 32  # that wait to be encoded while the engine goes on: two of its batches
+GROUP_TOKENS = 2048  # whose states are encoded at once
 LOGIT_ROWS = 256  # rows of [rows, vocabulary] logits held at once
 MAX_POISONED_FRACTION = 0.05  # above it the engine is at fault, not the rows
 
@@ -240,6 +240,10 @@ class Capturer:
         self._out, self._corpus = open_storage(settings.out_uri), open_storage(settings.corpus_uri)
         self._head = load_head(folder, fast_dtype())
         self._files = lru_cache(CORPUS_FILES)(lambda file: read_shard(self._corpus, file))
+        if not all(0 <= layer < self._head.shape.num_layers for layer in config.tapped_layers):
+            raise ValueError(
+                f"target.tapped_layers: {list(config.tapped_layers)}: the target has layers 0 to {self._head.shape.num_layers - 1}. Fix: layers among these"
+            )
         if config.width != self._head.shape.width:
             raise ValueError(
                 f"target.width: {config.width}, the model's is {self._head.shape.width}. Fix: target.width={self._head.shape.width}"
@@ -271,52 +275,70 @@ class Capturer:
 
 
 def cached_rows(
-    rows: Sequence[Mapping[str, Any]], states: "Iterator[tuple[Tensor, Tensor]]", head: "TargetHead", form: CacheFormat
+    rows: Iterable[Mapping[str, Any]], states: "Iterable[tuple[Tensor, Tensor]]", head: "TargetHead", form: CacheFormat
 ) -> Iterator[CacheRow]:
-    """Rows in the form in which they are stored. They are made in a thread beside the engine's, which prefills meanwhile."""
-    waiting: deque[Future[CacheRow]] = deque()
+    """Corpus rows and their bf16 states in the form in which they are stored. They are made in a thread beside the engine's,
+    which prefills meanwhile, and in groups, since a product with the whole LM head pays for many states at once."""
+    waiting: deque[Future[list[CacheRow]]] = deque()
+    group: list[tuple[Mapping[str, Any], Tensor, Tensor]] = []
     with ThreadPoolExecutor(1) as pool:
         for row, (tapped_TLD, final_TD) in zip(rows, states, strict=True):
-            waiting.append(pool.submit(cached_row, row, tapped_TLD, final_TD, head, form))
-            if len(waiting) > ROWS_BESIDE:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+            group.append((row, tapped_TLD, final_TD))
+            if sum(len(final) for _, _, final in group) >= GROUP_TOKENS:
+                waiting.append(pool.submit(_cached_group, group, head, form))
+                group = []
+            if len(waiting) > 1:
+                yield from waiting.popleft().result()
+        waiting.append(pool.submit(_cached_group, group, head, form))
+        for future in waiting:
+            yield from future.result()
 
 
-def cached_row(row: Mapping[str, Any], tapped_TLD: "Tensor", final_TD: "Tensor", head: "TargetHead", form: CacheFormat) -> CacheRow:
-    """A corpus row and its bf16 states in the form in which they are stored, with the error that this makes."""
+def _cached_group(group: "Sequence[tuple[Mapping[str, Any], Tensor, Tensor]]", head: "TargetHead", form: CacheFormat) -> list[CacheRow]:
+    """Each row encoded, with the error that this makes."""
     import torch
 
-    if len(tapped_TLD) != len(row["loss_mask"]):
-        raise ValueError(f"row {row['row_id']}: the engine returned states of {len(tapped_TLD)} tokens for {len(row['loss_mask'])}")
-    mask_T = np.asarray(row["loss_mask"], np.uint8)
-    mask_T = mask_T[: np.flatnonzero(mask_T)[-1] + 1]
-    tapped_PLD, final_SD = tapped_TLD[: num_tapped(mask_T)].contiguous(), final_TD[torch.from_numpy(supervised_rows(mask_T))].contiguous()
-    tapped, final = encode(tapped_PLD, form.dtype), encode(final_SD, form.dtype)
-    exactness = Exactness.of(tapped_PLD, final_SD, tapped, final)
-    cached = CacheRow(
-        row["row_id"], row["domain"], row["split"], row["sampling"], np.asarray(row["token_ids"][: len(mask_T)], np.int32), mask_T, tapped,
-        np.empty(0, np.float32), exactness=exactness,
-    )  # fmt: skip
-    stored_SD = torch.empty_like(final_SD)
-    decode(final, stored_SD)
-    # The normaliser belongs to the logits that training will see: those of the stored state.
-    sums, top = [], []
-    for part in (stored_SD if form.logits == "final" else final_SD).split(LOGIT_ROWS):
-        logits = head.logits(part.to(head.dtype))
-        sums.append(logits.logsumexp(-1))
-        if form.logits == "topk":
-            top.append(logits.topk(form.num_top_logits))
-    cached.log_sum_exp_S = torch.cat(sums).numpy()
-    if form.logits == "final":
-        cached.final_SD = final
-        return cached
-    cached.top_ids_SC = torch.cat([part.indices for part in top]).int().numpy()
-    cached.top_logits_SC = torch.cat([part.values for part in top]).numpy()
+    found, logit_states = [], []
+    for row, tapped_TLD, final_TD in group:
+        if len(tapped_TLD) != len(row["loss_mask"]):
+            raise ValueError(f"row {row['row_id']}: the engine returned states of {len(tapped_TLD)} tokens for {len(row['loss_mask'])}")
+        mask_T = np.asarray(row["loss_mask"], np.uint8)
+        mask_T = mask_T[: np.flatnonzero(mask_T)[-1] + 1]
+        tapped_PLD, final_SD = (
+            tapped_TLD[: num_tapped(mask_T)].contiguous(),
+            final_TD[torch.from_numpy(supervised_rows(mask_T))].contiguous(),
+        )
+        tapped, stored = encode(tapped_PLD, form.dtype), encode(final_SD, form.dtype)
+        found.append(
+            CacheRow(
+                row["row_id"], row["domain"], row["split"], row["sampling"], np.asarray(row["token_ids"][: len(mask_T)], np.int32), mask_T, tapped,
+                np.empty(0, np.float32), exactness=Exactness.of(tapped_PLD, final_SD, tapped, stored),
+            )
+        )  # fmt: skip
+        if form.logits == "final":  # the normaliser belongs to the logits that training will see: those of the stored state
+            found[-1].final_SD = stored
+            final_SD = torch.empty_like(final_SD)
+            decode(stored, final_SD)
+        logit_states.append(final_SD.to(head.dtype))
+    if group:
+        sizes = [len(part) for part in logit_states]
+        for cached, sums in zip(found, head.log_sum_exp(torch.cat(logit_states)).split(sizes), strict=True):
+            cached.log_sum_exp_S = sums.numpy()
+    if form.logits == "topk":
+        for cached, states_SD in zip(found, logit_states, strict=True):
+            _keep_best(cached, states_SD, head, form.num_top_logits)
+    return found
+
+
+def _keep_best(cached: CacheRow, final_SD: "Tensor", head: "TargetHead", num_best: int) -> None:
+    import torch
+
+    best = [head.logits(part).topk(num_best) for part in final_SD.split(LOGIT_ROWS)]
+    cached.top_ids_SC = torch.cat([part.indices for part in best]).int().numpy()
+    cached.top_logits_SC = torch.cat([part.values for part in best]).numpy()
     mass_S = np.exp(cached.top_logits_SC - cached.log_sum_exp_S[:, None]).sum(-1, dtype=np.float64)
-    exactness.missing_mass, exactness.largest_missing_mass = float((1.0 - mass_S).sum()), float((1.0 - mass_S).max())
-    return cached
+    assert cached.exactness is not None
+    cached.exactness.missing_mass, cached.exactness.largest_missing_mass = float((1.0 - mass_S).sum()), float((1.0 - mass_S).max())
 
 
 class ReferenceCapture:

@@ -1,12 +1,14 @@
 """The target against transformers' own forward: which state is tapped, what the head sees, and batches of unequal length."""
 
+import dataclasses
 import json
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dspark.target import TransformersTarget, load_head, read_shape
+from dspark import target as target_module
+from dspark.target import TargetHead, TransformersTarget, load_head, read_shape
 
 TAPPED = (0, 1)
 CPU = torch.device("cpu")
@@ -157,3 +159,15 @@ def _copy(source, destination, **changes):
     config = json.loads((destination / "config.json").read_text())
     (destination / "config.json").write_text(json.dumps({**config, **changes}))
     assert read_shape(destination).vocab_size == 64
+
+
+@pytest.mark.parametrize("scale", [1.0, 60.0, 4000.0], ids=["plain", "large", "above what exp takes"])
+@pytest.mark.parametrize("cap", [None, 5.0])
+def test_log_sum_exp_over_tiles_equals_that_of_all_logits(tiny_target, monkeypatch, scale, cap):
+    head = load_head(tiny_target, torch.float32)
+    head = TargetHead(dataclasses.replace(head.shape, logit_soft_cap=cap), head.tables)
+    monkeypatch.setattr(target_module, "TILE_ROWS", 24)  # of 64
+    states = torch.randn(5, head.shape.width, generator=torch.Generator().manual_seed(0)) * scale
+    found = head.log_sum_exp(states)
+    assert torch.allclose(found, head.logits(states).logsumexp(-1), rtol=1e-6, atol=1e-5)
+    assert torch.isfinite(found).all()

@@ -25,7 +25,7 @@ from pipelines.flow import CacheContent, CacheTargetsConfig
 from pipelines.runner import Failed, LocalWork, Progress
 from pipelines.settings import CacheTargetsStage
 from pipelines.stages import cache_targets
-from pipelines.stages.cache_targets import CorpusRow, Unit, cached_row, cut, finished, smaller
+from pipelines.stages.cache_targets import CorpusRow, Unit, cached_rows, cut, finished, smaller
 from pipelines.stages.regenerate import SCHEMA
 from pipelines.targets import TargetIdentity
 from tests.dspark import tiny
@@ -407,7 +407,7 @@ every_content = pytest.mark.parametrize("form", CONTENTS.values(), ids=CONTENTS.
 def test_row_ends_with_its_last_supervised_label(tiny_target: Path, form: CacheFormat) -> None:
     head, row = load_head(tiny_target, torch.float32), corpus_row(0, 3, 5, num_after=4)
     tapped, final = states(row["token_ids"])
-    found = cached_row(row, tapped, final, head, form)
+    [found] = cached_rows([row], [(tapped, final)], head, form)
     assert found.token_ids_T.tolist() == row["token_ids"][:8]
     assert found.loss_mask_T.tolist() == row["loss_mask"][:8] == [0, 0, 0, 1, 1, 1, 1, 1]
     # Rows 2 to 6 predict the labels 3 to 7; the last anchor is at 6 and sees the tokens before it.
@@ -421,7 +421,7 @@ def test_normaliser_of_a_row_is_that_of_the_logits_that_training_sees(tiny_targe
     monkeypatch.setattr(cache_targets, "LOGIT_ROWS", 3)  # several parts
     head, row = load_head(tiny_target, torch.float32), corpus_row(1, 4, 8)
     tapped, final = states(row["token_ids"])
-    found = cached_row(row, tapped, final, head, form)
+    [found] = cached_rows([row], [(tapped, final)], head, form)
     seen = final[3:11].double() if form.logits == "topk" else tiny.values(found.final_SD)
     logits = seen @ head.tables.lm_head_VD.double().T
     assert found.log_sum_exp_S.tolist() == pytest.approx(logits.logsumexp(-1).tolist(), rel=1e-5)
@@ -444,7 +444,7 @@ def test_row_with_states_of_other_tokens_is_refused(tiny_target: Path) -> None:
     row = corpus_row(0)
     tapped, final = states(row["token_ids"][:-1])
     with pytest.raises(ValueError, match="row prompt-0/0: the engine returned states of 15 tokens for 16"):
-        cached_row(row, tapped, final, load_head(tiny_target, torch.float32), CONTENTS["bf16"])
+        list(cached_rows([row], [(tapped, final)], load_head(tiny_target, torch.float32), CONTENTS["bf16"]))
 
 
 def test_progress_counts_every_row_once(place: Place) -> None:
