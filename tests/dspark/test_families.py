@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import re
+import shutil
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from dspark.config import LinearScaling, Llama3Scaling, Rope, YarnScaling
 from dspark.families import check_tapped_layers, target_shape
 from dspark.layers import Rotation, inverse_frequencies
+from dspark.target import load_head, read_shape
 
 CPU = torch.device("cpu")
 
@@ -46,6 +48,14 @@ def test_shape_of_a_multimodal_config_is_that_of_its_text_part():
 def test_unknown_family_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match=r"'mamba' is not a known family \(llama, .*dspark/families.py"):
         target_shape({**LLAMA, "model_type": "mamba"})
+
+
+def test_vocabulary_is_that_of_the_config_where_it_is_padded_beyond_the_tokenizer(tiny_target, tmp_path):
+    """Qwen2.5 has 151,665 tokens and 151,936 rows: ids, LM head and log-sum-exp are over the rows of the model."""
+    shutil.copytree(tiny_target, tmp_path, dirs_exist_ok=True)
+    tokenizer = {"model": {"type": "WordLevel", "vocab": {f"t{i}": i for i in range(57)}, "unk_token": "t0"}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert load_head(tmp_path, torch.float32).tables.lm_head_VD.shape[0] == read_shape(tmp_path).vocab_size == 64
 
 
 # --- the rotary embedding -----------------------------------------------------------------------------------------------
