@@ -88,6 +88,49 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True)
+class LinearScaling:
+    """All frequencies divided by `factor`. The fields of a scaling have the names that transformers gives them in config.json."""
+
+    rope_type: Literal["linear"]
+    factor: float
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Frequencies that turn less than `low_freq_factor` times within the original context are divided by `factor`, those that
+    turn more than `high_freq_factor` times are kept, and between them both are blended."""
+
+    rope_type: Literal["llama3"]
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int  # tokens
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """As Llama3Scaling between `beta_slow` and `beta_fast` turns, but blended by index; cos and sin are times `attention_factor`."""
+
+    rope_type: Literal["yarn"]
+    factor: float
+    attention_factor: float
+    beta_fast: float
+    beta_slow: float
+    original_max_position_embeddings: int  # tokens
+    truncate: bool  # whether the ends of the blend are whole indices
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding: a position turns components i and i + rotated_width / 2 of a head (NeoX style) by
+    theta^(-2i / rotated_width) radians, scaled. Components from `rotated_width` on are not turned."""
+
+    theta: float
+    rotated_width: int
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | None  # None: the default rotary embedding
+
+
+@dataclass(frozen=True)
 class TargetShape:
     """Facts of a target that its drafter copies, read from the target's config.json (families.py)."""
 
@@ -100,7 +143,7 @@ class TargetShape:
     mlp_width: int
     vocab_size: int
     norm_epsilon: float
-    rope_theta: float
+    rope: Rope
     embedding_scale: float
     norm_weight_offset: float
     logit_soft_cap: float | None

@@ -3,15 +3,16 @@
 Module and parameter names are those of the released DSpark checkpoints, so that a state dict needs no renaming.
 
 Shapes: B batch, T context tokens, A anchors (blocks), K block positions, D width, N query heads, G key/value heads,
-R = N / G query heads per key/value head, H head width.
+R = N / G query heads per key/value head, H head width, P rotated width.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from dspark.config import TargetShape
+from dspark.config import LinearScaling, Llama3Scaling, Rope, TargetShape, YarnScaling
 
 TILE_ROWS = 2048  # rows of a weight that are converted at once
 
@@ -71,27 +72,54 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> 
     return (wide * (offset + weight.to(wide.dtype))).to(x.dtype)
 
 
+def inverse_frequencies(rope: Rope, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Radians by which one position turns each pair of components, [P / 2]; the formulas are those of transformers' ROPE_INIT_FUNCTIONS."""
+    width, scaling = rope.rotated_width, rope.scaling
+    inverse = rope.theta ** (-torch.arange(0, width, 2, dtype=dtype, device=device) / width)
+    if scaling is None:
+        return inverse
+    if isinstance(scaling, LinearScaling):
+        return inverse / scaling.factor
+    if isinstance(scaling, Llama3Scaling):
+        turns = scaling.original_max_position_embeddings * inverse / (2 * math.pi)
+        kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    else:
+        # The index whose pair makes so many turns within the original context.
+        low, high = (
+            width * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+            for turns in (scaling.beta_fast, scaling.beta_slow)
+        )
+        if scaling.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, width - 1)
+        kept = 1 - (torch.arange(width // 2, dtype=dtype, device=device) - low) / (high - low or 0.001)
+    kept = kept.clamp(0, 1)
+    return inverse * (kept + (1 - kept) / scaling.factor)
+
+
 @dataclass(frozen=True)
 class Rotation:
-    """cos and sin of the rotary angles, [..., H], halves repeated (NeoX style)."""
+    """cos and sin of the rotary angles, [..., P], halves repeated (NeoX style)."""
 
     cos: Tensor
     sin: Tensor
 
     @staticmethod
-    def at(positions: Tensor, head_width: int, theta: float, dtype: torch.dtype) -> "Rotation":
+    def at(positions: Tensor, rope: Rope, dtype: torch.dtype) -> "Rotation":
         """Angles of integer positions [...]; computed in fp32 (fp64 for an fp64 model)."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        inverse = theta ** (-torch.arange(0, head_width, 2, dtype=wide, device=positions.device) / head_width)
-        angles = positions[..., None].to(wide) * inverse
+        angles = positions[..., None].to(wide) * inverse_frequencies(rope, wide, positions.device)
         angles = torch.cat([angles, angles], dim=-1)
-        return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
+        scale = rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling) else 1.0
+        return Rotation((angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype))
 
     def apply(self, x: Tensor) -> Tensor:
-        """Rotates x [..., heads, H] whose leading dimensions are those of the positions."""
-        half = x.shape[-1] // 2
-        turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
-        return x * self.cos[..., None, :] + turned * self.sin[..., None, :]
+        """Rotates the first P components of x [..., heads, H] whose leading dimensions are those of the positions."""
+        width = self.cos.shape[-1]
+        head, rest = x[..., :width], x[..., width:]
+        turned = torch.cat([-head[..., width // 2 :], head[..., : width // 2]], dim=-1)
+        head = head * self.cos[..., None, :] + turned * self.sin[..., None, :]
+        return torch.cat([head, rest], dim=-1) if rest.shape[-1] else head
 
 
 def attend(

@@ -19,7 +19,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -140,11 +140,17 @@ def _config(drafter: Drafter, head: TargetHead, target_config: Mapping[str, Any]
         raise _error(
             f"target {shape.model_type}", found, "Qwen3DSparkModel applies neither", "use a target of the families llama, qwen2, qwen3"
         )
+    rope = shape.rope
+    if rope.rotated_width != shape.head_width:
+        found = f"{rope.rotated_width} of {shape.head_width} components of a head"
+        rule = "Qwen3DSparkModel turns whole heads (transformers' qwen3 ignores partial_rotary_factor, vLLM does not)"
+        raise _error(f"target {shape.model_type} rotary embedding", found, rule, "use a target without partial_rotary_factor")
     for name, other in (("target_config", target_shape(target_config)), ("head.shape", head.shape)):
         if other != shape:
             raise _error(name, other, f"the target that the drafter was trained for, {shape}", "pass this target's")
     text = target_config.get("text_config", target_config)
     num_draft_ids = len(drafter.draft_ids_W)
+    scaling = {} if rope.scaling is None else asdict(rope.scaling)
     return {
         **_FIXED,
         "hidden_size": shape.width,
@@ -157,8 +163,9 @@ def _config(drafter: Drafter, head: TargetHead, target_config: Mapping[str, Any]
         "vocab_size": shape.vocab_size,
         "max_position_embeddings": text["max_position_embeddings"],  # vLLM sizes its rotary table by it
         "rms_norm_eps": shape.norm_epsilon,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},  # transformers 5
-        "rope_theta": shape.rope_theta,  # transformers 4, which would take 10,000 without it
+        "rope_parameters": {"rope_type": "default", "rope_theta": rope.theta, **scaling},  # transformers 5
+        "rope_theta": rope.theta,  # transformers 4, which would take 10,000 without it
+        **({"rope_scaling": scaling} if scaling else {}),  # transformers 4, which would not scale without it
         "num_target_layers": shape.num_layers,
         "target_layer_ids": list(drafter.tapped_layers),
         "mask_token_id": drafter.mask_token_id,

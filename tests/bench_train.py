@@ -20,7 +20,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dspark.config import DSparkConfig, LossConfig, TargetShape, TrainingConfig
+from dspark.config import DSparkConfig, LossConfig, Rope, TargetShape, TrainingConfig
 from dspark.drafters import build_drafter
 from dspark.drafters.base import BlockOutput, DraftHead, FrozenTables, TrainingBatch
 from dspark.layers import fast_dtype
@@ -33,7 +33,7 @@ LOSS = LossConfig(alpha_ce=0.1, alpha_soft_ce=0.0, alpha_tv=0.9, alpha_confidenc
 BLOCK_SIZE = 7
 SIZES = [(151_936, 1024, 256, 448), (151_936, 1024, 256, 3584), (49_152, 576, 64, 448), (49_152, 576, 64, 3584)]
 DENSE_ROWS = 448  # a dense loss of more rows over 151,936 tokens does not fit a small machine
-SHAPE = TargetShape("llama", 30, 576, 9, 3, 64, 1536, 49_152, 1e-5, 100_000.0, 1.0, 0.0, None)
+SHAPE = TargetShape("llama", 30, 576, 9, 3, 64, 1536, 49_152, 1e-5, Rope(100_000.0, 64, None), 1.0, 0.0, None)
 
 
 def resident_bytes() -> int:

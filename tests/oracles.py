@@ -139,13 +139,39 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return x / torch.sqrt((x * x).mean() + epsilon) * weight
 
 
-def rotate(x: Tensor, position: int, theta: float) -> Tensor:
-    """Rotary embedding of one head vector: components i and i + H/2 turn by position * theta^(-2i/H)."""
-    half, result = len(x) // 2, x.clone()
+def rotary_frequency(rope, i: int) -> float:
+    """Radians a position of pair i. Linear: divided by the factor. Llama 3.1: by wavelength, smoothly. YaRN: by index, on a ramp."""
+    frequency, scaling, width = rope.theta ** (-2 * i / rope.rotated_width), rope.scaling, rope.rotated_width
+    if scaling is None:
+        return frequency
+    if scaling.rope_type == "linear":
+        return frequency / scaling.factor
+    original = scaling.original_max_position_embeddings
+    if scaling.rope_type == "llama3":
+        wavelength = 2 * math.pi / frequency
+        if wavelength < original / scaling.high_freq_factor:
+            return frequency
+        if wavelength > original / scaling.low_freq_factor:
+            return frequency / scaling.factor
+        smooth = (original / wavelength - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        return (1 - smooth) * frequency / scaling.factor + smooth * frequency
+    # original * theta^(-2j/width) = 2 pi * turns, solved for j
+    low, high = (width / 2 * math.log(original / (2 * math.pi * turns), rope.theta) for turns in (scaling.beta_fast, scaling.beta_slow))
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    divided = min(max((i - low) / (high - low), 0.0), 1.0)
+    return divided * frequency / scaling.factor + (1 - divided) * frequency
+
+
+def rotate(x: Tensor, position: int, rope) -> Tensor:
+    """Rotary embedding of one head vector: components i and i + P/2 turn, the components from P on do not."""
+    half, result = rope.rotated_width // 2, x.clone()
+    scale = rope.scaling.attention_factor if rope.scaling is not None and rope.scaling.rope_type == "yarn" else 1.0
     for i in range(half):
-        angle = position * theta ** (-2 * i / len(x))
-        result[i] = x[i] * math.cos(angle) - x[i + half] * math.sin(angle)
-        result[i + half] = x[i + half] * math.cos(angle) + x[i] * math.sin(angle)
+        angle = position * rotary_frequency(rope, i)
+        result[i] = scale * (x[i] * math.cos(angle) - x[i + half] * math.sin(angle))
+        result[i + half] = scale * (x[i + half] * math.cos(angle) + x[i] * math.sin(angle))
     return result
 
 
@@ -189,7 +215,7 @@ def drafter_rows(drafter, tapped_TLD: Tensor, anchors: Sequence[int], previous_A
             if position is None:
                 return parts
             norm = w[f"{p}self_attn.{name}_norm.weight"]
-            return torch.stack([rotate(rms_norm(part, norm, eps), position, shape.rope_theta) for part in parts])
+            return torch.stack([rotate(rms_norm(part, norm, eps), position, shape.rope) for part in parts])
 
         normed = [rms_norm(row, w[p + "input_layernorm.weight"], eps) for row in x]
         columns = list(zip([*context, *normed], [*range(len(context)), *positions], strict=True))
@@ -260,9 +286,7 @@ def recurrent_rows(
         parts = (w[f"{p}self_attn.{name}_proj.weight"] @ x).reshape(num, H)
         if position is None:
             return parts
-        return torch.stack(
-            [rotate(rms_norm(part, w[f"{p}self_attn.{name}_norm.weight"], eps), position, shape.rope_theta) for part in parts]
-        )
+        return torch.stack([rotate(rms_norm(part, w[f"{p}self_attn.{name}_norm.weight"], eps), position, shape.rope) for part in parts])
 
     logits = []
     for a, previous in zip(anchors, previous_AK, strict=True):

@@ -113,7 +113,7 @@ class DFlash(Drafter):
     # --- pieces -------------------------------------------------------------------------------------------------------
 
     def _rotation(self, positions: Tensor) -> Rotation:
-        return Rotation.at(positions, self.shape.head_width, self.shape.rope_theta, self.dtype)
+        return Rotation.at(positions, self.shape.rope, self.dtype)
 
     def _context(self, tapped_BTLD: Tensor, positions_BT: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Keys and values [B, T, G, H] of H_ctx for each layer."""

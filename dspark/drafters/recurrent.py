@@ -118,7 +118,7 @@ class Recurrent(Drafter):
         return Proposal(torch.stack(tokens, dim=1), torch.stack(probs, dim=1), None)
 
     def rotation(self, positions: Tensor) -> Rotation:
-        return Rotation.at(positions, self.shape.head_width, self.shape.rope_theta, self.dtype)
+        return Rotation.at(positions, self.shape.rope, self.dtype)
 
     def _context(self, state_BTD: Tensor, next_tokens_BT: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [B, T, G, H] of the context's rows."""

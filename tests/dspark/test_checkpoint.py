@@ -1,5 +1,6 @@
 """A drafter's directory: what is saved is loaded, for the same target only."""
 
+import dataclasses
 import json
 
 import pytest
@@ -40,6 +41,15 @@ def test_drafter_saved_and_loaded_is_equal_bit_for_bit(tmp_path, kind, draft_ids
     for table in ("draft_ids_W", "embedding_VD", "lm_head_WD"):
         assert torch.equal(getattr(loaded, table), getattr(drafter, table))
     assert not loaded.training
+
+
+@pytest.mark.parametrize("rope", tiny.ROPES.values(), ids=tiny.ROPES)
+def test_drafter_with_the_rotary_embedding_of_its_target_is_saved_and_loaded(tmp_path, rope):
+    shape = dataclasses.replace(tiny.SHAPE, rope=rope)
+    drafter = tiny.drafter("dspark", None, shape)
+    assert load_drafter(_save(tmp_path, drafter), "best", _head(shape=shape), SHA, torch.float64).shape == shape
+    stored = json.loads((tmp_path / "best" / "config.json").read_text())["target"]
+    assert stored["rope"] == dataclasses.asdict(rope)
 
 
 def test_saved_reduced_vocabulary_is_stored_as_offsets(tmp_path):

@@ -63,6 +63,22 @@ def test_training_pass_of_a_recurrent_drafter_equals_the_oracle_step_by_step(kin
         assert torch.allclose(logits[b], oracles.recurrent_rows(drafter, batch.tapped_BTLD[b], *given_tokens), atol=1e-10)
 
 
+@pytest.mark.parametrize("kind", ["dspark", *RECURRENT])
+@pytest.mark.parametrize("rope", tiny.ROPES.values(), ids=tiny.ROPES)
+def test_training_pass_with_the_rotary_embedding_of_a_target_equals_the_oracle(rope, kind):
+    drafter = tiny.drafter(kind, tiny.REDUCED, dataclasses.replace(tiny.SHAPE, rope=rope))
+    batch = _recurrent_batch(kind, [[2, 7, 5]], num_tokens=7)
+    anchors, previous = batch.anchors_BA[0].tolist(), batch.previous_BAK[0].tolist()
+    if kind == "dspark":
+        mask = attention_mask(np.array(anchors), 7, K)
+        wanted = oracles.drafter_rows(drafter, batch.tapped_BTLD[0], anchors, previous, mask).logits_AKW
+    else:
+        wanted = oracles.recurrent_rows(drafter, batch.tapped_BTLD[0], batch.next_tokens_BT[0].tolist(), anchors, previous)
+    found = tiny.draft_logits(drafter, batch)
+    assert torch.allclose(found[0], wanted, atol=1e-10)
+    assert not torch.allclose(found, tiny.draft_logits(tiny.drafter(kind, tiny.REDUCED), batch), atol=1e-4)
+
+
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     kind=st.sampled_from(RECURRENT),

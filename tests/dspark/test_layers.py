@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from dspark.blocks import attention_mask
-from dspark.layers import MLP, DrafterLayer, RMSNorm, Rotation, attend, rms_norm
+from dspark.config import Rope
+from dspark.layers import MLP, DrafterLayer, RMSNorm, Rotation, attend, inverse_frequencies, rms_norm
 from tests import oracles
 from tests.dspark import tiny
 
@@ -27,16 +28,27 @@ def test_rms_norm_of_large_bf16_values_keeps_its_statistics_in_fp32():
     assert RMSNorm(64, 1e-6).bfloat16()(x).dtype == torch.bfloat16
 
 
-def test_rotation_of_heads_equals_the_loop():
+@pytest.mark.parametrize("rope", [Rope(50.0, 6, None), *tiny.ROPES.values()], ids=["default", *tiny.ROPES])
+def test_rotation_of_heads_equals_the_loop(rope):
     x, positions = _random(2, 3, 4, 6), torch.tensor([[0, 1, 17], [5, 900, 2]])
-    found = Rotation.at(positions, 6, 50.0, torch.float64).apply(x)
+    found = Rotation.at(positions, rope, torch.float64).apply(x)
     for b, t, n in np.ndindex(2, 3, 4):
-        assert torch.allclose(found[b, t, n], oracles.rotate(x[b, t, n], int(positions[b, t]), 50.0), atol=1e-12)
+        assert torch.allclose(found[b, t, n], oracles.rotate(x[b, t, n], int(positions[b, t]), rope), atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ["llama3", "yarn"])
+def test_scaled_frequencies_of_the_tiny_shapes_are_kept_blended_and_divided(name):
+    """So that the comparisons with the oracle reach every branch of both formulas."""
+    rope = tiny.ROPES[name]
+    ratio = inverse_frequencies(rope, torch.float64, torch.device("cpu")) / 100.0 ** (-torch.arange(3.0, dtype=torch.float64) / 3)
+    assert ratio[0] == pytest.approx(1.0)
+    assert 1 / rope.scaling.factor < ratio[1] < 1.0
+    assert ratio[2] == pytest.approx(1 / rope.scaling.factor)
 
 
 def test_rotation_at_long_positions_in_bf16_keeps_its_angles_in_fp32():
-    exact = Rotation.at(torch.tensor([8191]), 64, 1e6, torch.float64)
-    half = Rotation.at(torch.tensor([8191]), 64, 1e6, torch.bfloat16)
+    exact = Rotation.at(torch.tensor([8191]), Rope(1e6, 64, None), torch.float64)
+    half = Rotation.at(torch.tensor([8191]), Rope(1e6, 64, None), torch.bfloat16)
     assert (half.cos.double() - exact.cos).abs().max() < 0.006  # bf16's own rounding; an angle in bf16 would be off by 32
 
 
@@ -64,10 +76,10 @@ def test_mlp_of_a_row_equals_swiglu():
 
 def test_context_of_a_layer_bypasses_its_input_norm():
     layer, context = DrafterLayer(tiny.SHAPE).double(), _random(1, 5, tiny.SHAPE.width)
-    rotation = Rotation.at(torch.arange(5)[None], tiny.SHAPE.head_width, 100.0, torch.float64)
+    rotation = Rotation.at(torch.arange(5)[None], tiny.SHAPE.rope, torch.float64)
     before = layer.self_attn.keys_values(context, rotation)
     x, visible = _random(1, 1, 2, tiny.SHAPE.width, seed=1), torch.ones(1, 1, 5, dtype=torch.bool)
-    own = Rotation.at(torch.tensor([[[5, 6]]]), tiny.SHAPE.head_width, 100.0, torch.float64)
+    own = Rotation.at(torch.tensor([[[5, 6]]]), tiny.SHAPE.rope, torch.float64)
     first = layer(x, own, before, visible)
     layer.input_layernorm.weight.data.mul_(3.0)
     assert all(torch.equal(a, b) for a, b in zip(before, layer.self_attn.keys_values(context, rotation), strict=True))

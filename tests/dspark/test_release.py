@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load as load_safetensors
 
 from dspark.calibration import GRID, Calibration
+from dspark.families import target_shape
+from dspark.layers import Rotation
 from dspark.model_card import model_card
 from dspark.release import CHECKSUMS, FILES, check_release, write_release
 from dspark.scheduler import SpsTable
@@ -107,6 +109,28 @@ def test_release_config_is_read_alike_by_transformers(tmp_path):
     assert (config.target_layer_ids, config.layer_types, config.markov_rank) == ([1, 3, 4], ["full_attention"] * 2, 5)
 
 
+@pytest.mark.parametrize("name", ["linear", "llama3", "yarn", "yarn_truncated"])
+def test_release_of_a_scaled_rope_is_rotated_alike_by_transformers(tmp_path, name):
+    """By the class of transformers 5; transformers 4 reads `rope_scaling` and `rope_theta` in place of `rope_parameters`."""
+    from transformers import AutoConfig
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+    shape = dataclasses.replace(tiny.SHAPE, rope=tiny.ROPES[name])
+    scaling = dataclasses.asdict(shape.rope.scaling)
+    target_config = {**TARGET_CONFIG, "rope_parameters": {**scaling, "rope_theta": 100.0}}
+    storage, _ = _write(tmp_path, tiny.drafter("dspark", None, shape), target_config=target_config, head=_head(shape))
+    check_release(storage)
+    config = _json(storage, "config.json")
+    assert config["rope_parameters"] == {**config["rope_scaling"], "rope_theta": config["rope_theta"]} == {**scaling, "rope_theta": 100.0}
+    older = {key: value for key, value in config.items() if key != "rope_parameters"}
+    assert target_shape(config).rope == target_shape(older).rope == shape.rope
+    positions = torch.tensor([[0, 1, 5, 300]])
+    wanted = Rotation.at(positions, shape.rope, torch.float64)
+    cos, sin = Qwen3RotaryEmbedding(AutoConfig.from_pretrained(tmp_path))(torch.ones(1), positions)
+    assert torch.allclose(cos, wanted.cos.float(), atol=1e-4)
+    assert torch.allclose(sin, wanted.sin.float(), atol=1e-4)
+
+
 def test_release_of_a_nested_target_config_reads_its_text_part(tmp_path):
     storage, _ = _write(tmp_path, target_config={"model_type": "other", "text_config": TARGET_CONFIG})
     assert _json(storage, "config.json")["max_position_embeddings"] == 512
@@ -170,10 +194,15 @@ def test_release_beside_files_that_are_not_its_own_is_written(tmp_path):
         ({"sps": SpsTable((8,), (0.0,), (0.01,))}, "at least 2 distinct costs"),
         ({"sps": SpsTable((1, 8), (0.0, 0.0), (0.01, 0.01))}, "at least 2 distinct costs"),
         ({"target_config": {**TARGET_CONFIG, "rms_norm_eps": 1e-6}}, "target_config: .* the target that the drafter was trained for"),
+        ({"target_config": {**TARGET_CONFIG, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}}}, "target_config: .* the target that"),
         ({"head": _head(dataclasses.replace(tiny.SHAPE, vocab_size=24))}, "head.shape: .* the target that the drafter was trained for"),
         ({"drafter": tiny.drafter("dspark", None, tiny.CAPPED)}, "target llama: embedding scale 4, logit soft cap 3.0: Qwen3DSparkModel applies"),
+        (
+            {"drafter": tiny.drafter("dspark", None, dataclasses.replace(tiny.SHAPE, rope=tiny.ROPES["partial"]))},
+            "target llama rotary embedding: 4 of 6 components of a head: Qwen3DSparkModel turns whole heads",
+        ),
     ],
-    ids=["dflash", "gamma", "one probe", "flat", "target config", "head", "capped"],
+    ids=["dflash", "gamma", "one probe", "flat", "target config", "rope", "head", "capped", "partial"],
 )  # fmt: skip
 def test_release_that_no_engine_would_serve_rightly_is_refused_before_a_file_is_written(tmp_path, arguments, message):
     with pytest.raises(ValueError, match=message):

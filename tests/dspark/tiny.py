@@ -12,7 +12,20 @@ import torch
 from torch import Tensor
 
 from dspark.cache import CacheFormat, CacheIdentity, CacheReader, CacheRow, num_tapped, supervised_rows, write_manifest, write_shard
-from dspark.config import DFlashConfig, DrafterConfig, DSparkConfig, Eagle3Config, LossConfig, MtpConfig, TargetShape, TrainingConfig
+from dspark.config import (
+    DFlashConfig,
+    DrafterConfig,
+    DSparkConfig,
+    Eagle3Config,
+    LinearScaling,
+    Llama3Scaling,
+    LossConfig,
+    MtpConfig,
+    Rope,
+    TargetShape,
+    TrainingConfig,
+    YarnScaling,
+)
 from dspark.data import CachedRows, RowOrder
 from dspark.drafters import build_drafter
 from dspark.drafters.base import Drafter, FrozenTables, TrainingBatch
@@ -24,8 +37,17 @@ from dspark.training import Memory, TrainingData
 
 SHAPE = TargetShape(
     model_type="llama", num_layers=6, width=16, num_heads=4, num_kv_heads=2, head_width=6, mlp_width=20, vocab_size=23,
-    norm_epsilon=1e-5, rope_theta=100.0, embedding_scale=1.0, norm_weight_offset=0.0, logit_soft_cap=None,
+    norm_epsilon=1e-5, rope=Rope(100.0, 6, None), embedding_scale=1.0, norm_weight_offset=0.0, logit_soft_cap=None,
 )  # fmt: skip
+# Of every kind one whose three pairs differ: of llama3's and yarn's, one is kept, one blended and one divided.
+ROPES = {
+    "linear": Rope(100.0, 6, LinearScaling("linear", 4.0)),
+    "llama3": Rope(100.0, 6, Llama3Scaling("llama3", 8.0, 1.0, 4.0, 40)),
+    "yarn": Rope(100.0, 6, YarnScaling("yarn", 4.0, 1.25, 4.0, 0.5, 30, truncate=False)),
+    "yarn_truncated": Rope(100.0, 6, YarnScaling("yarn", 4.0, 1.25, 4.0, 0.5, 30, truncate=True)),
+    "partial": Rope(100.0, 4, None),
+    "partial_yarn": Rope(100.0, 4, YarnScaling("yarn", 4.0, 1.25, 4.0, 0.5, 30, truncate=False)),
+}
 CAPPED = dataclasses.replace(SHAPE, embedding_scale=4.0, logit_soft_cap=3.0)
 TAPPED = (1, 3, 4)
 BLOCK = 4
