@@ -265,7 +265,13 @@ def train(
 
     data.train.used(state.step * config.batch_sequences)
     for prepared in Ahead(prepare, state.step, config.num_steps):
-        metrics = _step(engine, drafter, data.block_size, config, prepared, state.step)
+        try:
+            metrics = _step(engine, drafter, data.block_size, config, prepared, state.step)
+        except NonFiniteLossError as error:
+            name = f"diverged/step-{state.step + 1:06d}-rank-{engine.rank}.json"
+            saved = {"step": state.step + 1, "error": str(error), "row_ids": prepared.row_ids, "last_steps": state.curves[-10:]}
+            storage.put(name, json.dumps(saved, indent=1).encode())
+            raise ValueError(f"{error}. Fix: lower stage.train.lr, or inspect the rows in {storage.uri}/{name}") from None
         state.step += 1
         if state.step % config.select_every_steps == 0 or state.step == config.num_steps:
             selected = _select(engine, data, config, per_rank // num_micro)
@@ -278,6 +284,10 @@ def train(
         if state.step % config.checkpoint_every_steps == 0 and state.step < config.num_steps:
             checkpoints.save(state)
     return state
+
+
+class NonFiniteLossError(ArithmeticError):
+    """The loss or the gradient norm of a step is infinite or NaN."""
 
 
 def _step(
@@ -300,9 +310,7 @@ def _step(
     terms = {name: float(n / d) if d > 0 else 0.0 for (name, d), n in zip(over.items(), totals[:4], strict=True)}
     loss = sum(getattr(config.loss, f"alpha_{name}") * term for name, term in terms.items())
     if not math.isfinite(loss) or not math.isfinite(grad_norm or 0.0):
-        raise ValueError(
-            f"training step {step + 1}: loss {loss}, gradient norm {grad_norm}; rows {prepared.row_ids}. Fix: lower stage.train.lr, or inspect these rows"
-        )
+        raise NonFiniteLossError(f"training step {step + 1}: loss {loss}, gradient norm {grad_norm}; rows {', '.join(prepared.row_ids)}")
     metrics = {"loss": loss, **{f"loss_{name}": term for name, term in terms.items()}, "lr": schedule(step, config) * config.lr}
     if grad_norm is not None:
         metrics["grad_norm"] = grad_norm

@@ -354,8 +354,9 @@ def test_loss_that_is_not_finite_stops_and_names_its_rows(data, tmp_path, broken
     monkeypatch.setattr(tiny, "drafter", poisoned)
     config = _config(num_steps=2)
     names = [row.row_id for row in data.train.read(data.order.draws(0, 4))]
-    with pytest.raises(ValueError, match=rf"training step 1: loss nan.*rows \['{names[0]}'.*'{names[3]}'\]\. Fix: lower stage.train.lr"):
+    with pytest.raises(ValueError, match=rf"training step 1: loss nan.*rows {', '.join(names)}\. Fix: lower stage.train.lr"):
         Run(data, config, tmp_path)
+    assert json.loads((tmp_path / "diverged/step-000001-rank-0.json").read_text())["row_ids"] == names
 
 
 # --- selection ----------------------------------------------------------------------------------------------------------

@@ -109,6 +109,17 @@ def test_trunk_trains_from_a_lossy_compressed_cache(finished: Path, tmp_path: Pa
     assert first[0]["loss_ce"] == pytest.approx(first[1]["loss_ce"], rel=1e-3)
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_trunk_trains_and_decodes_with_every_kind_of_drafter(finished: Path, tmp_path: Path, kind: str) -> None:
+    for step in ("prompts", "regenerate", "cache_targets"):
+        shutil.copytree(finished / step, tmp_path / step)
+    output = pipeline(tmp_path, f"drafter={kind}", f"loss={kind}", "until=evaluate")
+    of_last_layer = "run" if kind == "mtp" else "hit"
+    assert verdicts(output) == {"prompts": "hit", "regenerate": "hit", "cache_targets": of_last_layer, "train": "run", "evaluate": "run"}
+    report = json.loads(next(tmp_path.glob("evaluate/*/report.json")).read_text())
+    assert report["lossless"]["num_equal"] == report["lossless"]["num_prompts"] > 0
+
+
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
@@ -174,7 +185,6 @@ def test_trunk_store_below_a_regular_file_is_refused(tmp_path: Path) -> None:
         ("regenerate", "rows-00001.json"),
         ("cache_targets", "shard-00001.json"),
         ("train", "complete.json"),
-        ("trace", "rounds-calibrate-0000.json"),
     ],
 )
 def test_trunk_killed_driver_goes_on_from_what_was_finished(tmp_path: Path, step: str, mark: str) -> None:
