@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from deepspeed.utils import (
     safe_get_full_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
 )
 
 from dspark.config import TrainingConfig
@@ -127,10 +130,9 @@ class DeepSpeedEngine:
             self._engine.load_checkpoint(str(folder), tag=TAG)
             return
         state, num_steps = load_adamw(folder)
-        for group in self._base_optimizer().param_groups:  # DeepSpeed makes these at the first step
-            for flat in group["params"]:
-                new = {key: torch.zeros_like(flat) for key in ADAMW_STATES[1:]}
-                self._base_optimizer().state[flat] = {"step": torch.tensor(float(num_steps), device=flat.device), **new}
+        for flat in self._flat_parameters():  # DeepSpeed makes these at the first step
+            new = {key: torch.zeros_like(flat) for key in ADAMW_STATES[1:]}
+            self._base_optimizer().state[flat] = {"step": torch.tensor(float(num_steps), device=flat.device), **new}
         if self._zero_stage in (1, 2):
             self._engine.optimizer._lazy_init_hp_params_optimizer_state()
         for name, parameter in self._named_parameters():
@@ -142,6 +144,12 @@ class DeepSpeedEngine:
     def _base_optimizer(self) -> torch.optim.Optimizer:
         """torch's own, below what DeepSpeed wraps around it."""
         return getattr(self._engine.optimizer, "optimizer", self._engine.optimizer)
+
+    def _flat_parameters(self) -> list[Tensor]:
+        """What torch's optimizer steps: this rank's shards."""
+        if self._zero_stage == 3:
+            return self._engine.optimizer.fp32_partitioned_groups_flat
+        return [flat for group in self._base_optimizer().param_groups for flat in group["params"]]
 
     def _num_steps(self) -> int:
         return int(next(iter(self._base_optimizer().state.values()))["step"])
@@ -157,7 +165,12 @@ class DeepSpeedEngine:
     def _set(self, parameter: torch.nn.Parameter, state: dict[str, Tensor]) -> None:
         state = {key: tensor.to(self.device) for key, tensor in state.items()}
         master = state[ADAMW_STATES[0]]
-        if self._is_sharded(parameter):
+        if hasattr(parameter, "ds_id"):  # ZeRO-3; its call that sets a whole parameter takes none that is not cut into equal parts
+            part = {key: self._part(parameter, tensor) for key, tensor in state.items()}
+            safe_set_local_fp32_param(parameter, part[ADAMW_STATES[0]])
+            for key in ADAMW_STATES[1:]:
+                safe_set_local_optimizer_state(parameter, part[key], key)
+        elif self._is_sharded(parameter):
             safe_set_full_fp32_param(parameter, master)
             for key in ADAMW_STATES[1:]:
                 safe_set_full_optimizer_state(parameter, state[key], key)
@@ -168,6 +181,12 @@ class DeepSpeedEngine:
         with gathered, torch.no_grad():
             if self._zero_stage < 3 or self.rank == 0:
                 parameter.copy_(master)
+
+    def _part(self, parameter: Any, tensor: Tensor) -> Tensor:
+        """What this rank holds of a whole parameter; the last part is padded with zeros."""
+        num_values = parameter.ds_tensor.numel()
+        padded = torch.nn.functional.pad(tensor.flatten(), (0, num_values * self.world_size - tensor.numel()))
+        return padded[self.rank * num_values : (self.rank + 1) * num_values]
 
     def _is_sharded(self, parameter: torch.nn.Parameter) -> bool:
         return hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")

@@ -106,7 +106,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if case.world_size == world_size:
                 whole = Run(name, case.config, case.zero_stage)
                 resumed = dataclasses.replace(whole, name=f"{name}-resumed", seed=99)
-                runs += [whole, dataclasses.replace(resumed, stop_at=5), resumed]
+                runs += [whole, dataclasses.replace(whole, name=resumed.name, stop_at=5), resumed]
         return runs
 
     spawn(2, [*cases(2), Run("2-1", ADAMW, 1, stop_at=11), Run("2-local", ADAMW, 3, stop_at=11)])
