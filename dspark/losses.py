@@ -150,9 +150,10 @@ class _Rows:
 class _Bias:
     """B_k = W_2 b_k of some rows at a time, and the gradients of both."""
 
-    def __init__(self, rows_MR: Tensor, weight_WR: Tensor, dtype: torch.dtype, wide: torch.dtype) -> None:
+    def __init__(self, rows_MR: Tensor, weight_WR: Tensor, dtype: torch.dtype) -> None:
         self._rows_MR, self._weight_WR = rows_MR.to(dtype), weight_WR
-        self._d_rows_MR, self._d_weight_WR = torch.empty_like(rows_MR), torch.zeros_like(weight_WR, dtype=wide)
+        self._d_rows_MR = torch.empty_like(rows_MR)
+        self._d_weight_WR: Tensor | None = None
 
     def logits(self, part: slice) -> Tensor:
         return project(self._rows_MR[part], self._weight_WR)
@@ -160,13 +161,16 @@ class _Bias:
     def backward(self, g_CW: Tensor, part: slice) -> None:
         g, rows = g_CW.to(self._rows_MR.dtype), self._rows_MR[part]
         self._d_rows_MR[part] = project_back(g, self._weight_WR)
+        if self._d_weight_WR is None:
+            self._d_weight_WR = torch.zeros_like(self._weight_WR, dtype=g_CW.dtype)
         if g.dtype == self._d_weight_WR.dtype:
             self._d_weight_WR.addmm_(g.T, rows)
         else:
             self._d_weight_WR += g.T @ rows
 
     def gradients(self) -> tuple[Tensor, Tensor]:
-        return self._d_rows_MR, self._d_weight_WR.to(self._weight_WR.dtype)
+        weight = torch.zeros_like(self._weight_WR) if self._d_weight_WR is None else self._d_weight_WR.to(self._weight_WR.dtype)
+        return self._d_rows_MR, weight
 
 
 class _Distances(torch.autograd.Function):
@@ -176,7 +180,7 @@ class _Distances(torch.autograd.Function):
     def forward(ctx: Any, hidden_MD: Tensor, bias_MR: Tensor | None, bias_weight_WR: Tensor | None, rows: _Rows) -> tuple[Tensor, ...]:
         dtype = product_dtype(hidden_MD.dtype)
         hidden, d_hidden = hidden_MD.to(dtype), torch.empty_like(hidden_MD)
-        bias = None if bias_MR is None or bias_weight_WR is None else _Bias(bias_MR, bias_weight_WR, dtype, rows.shares_3M.dtype)
+        bias = None if bias_MR is None or bias_weight_WR is None else _Bias(bias_MR, bias_weight_WR, dtype)
         terms_3M = torch.empty_like(rows.shares_3M)
         for start in range(0, len(hidden), rows.chunk_rows):
             part = slice(start, start + rows.chunk_rows)

@@ -191,6 +191,10 @@ class Drafter(nn.Module):
         self.register_buffer("embedding_VD", tables.embedding_VD, persistent=False)
         is_whole = len(draft_ids) == shape.vocab_size
         self.register_buffer("lm_head_WD", tables.lm_head_VD if is_whole else tables.lm_head_VD[draft_ids], persistent=False)
+        self.make_parameters(shape, tables)
+
+    def make_parameters(self, shape: TargetShape, tables: FrozenTables) -> None:
+        raise NotImplementedError
 
     @property
     def head(self) -> DraftHead:

@@ -39,19 +39,10 @@ class DFlash(Drafter):
     markov_head: MarkovHead | None
     confidence_head: ConfidenceHead | None
 
-    def __init__(
-        self,
-        config: DFlashConfig | DSparkConfig,
-        shape: TargetShape,
-        tapped_layers: tuple[int, ...],
-        mask_token_id: int,
-        tables: FrozenTables,
-        draft_ids: Tensor | None,
-    ) -> None:
-        super().__init__(config, shape, tapped_layers, mask_token_id, tables, draft_ids)
-        self.fc = nn.Linear(len(tapped_layers) * shape.width, shape.width, bias=False)
+    def make_parameters(self, shape: TargetShape, tables: FrozenTables) -> None:
+        self.fc = nn.Linear(len(self.tapped_layers) * shape.width, shape.width, bias=False)
         self.hidden_norm = RMSNorm(shape.width, shape.norm_epsilon)
-        self.layers = nn.ModuleList(DrafterLayer(shape) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(DrafterLayer(shape) for _ in range(self.config.num_layers))
         self.norm = RMSNorm(shape.width, shape.norm_epsilon)
         self.markov_head = self.confidence_head = None
         self.is_markov_ablated = False  # measurement only: drafts without the bias, confidences unchanged

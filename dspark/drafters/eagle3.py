@@ -23,18 +23,11 @@ class Eagle3Layer(RecurrentLayer):
 
 class Eagle3(Recurrent):
     MATRICES = ("fc.", "layers.")
+    config: Eagle3Config
 
-    def __init__(
-        self,
-        config: Eagle3Config,
-        shape: TargetShape,
-        tapped_layers: tuple[int, ...],
-        mask_token_id: int,
-        tables: FrozenTables,
-        draft_ids: Tensor | None,
-    ) -> None:
-        super().__init__(config, shape, tapped_layers, mask_token_id, tables, draft_ids)
-        self.fc = nn.Linear(len(tapped_layers) * shape.width, shape.width, bias=False)
+    def make_parameters(self, shape: TargetShape, tables: FrozenTables) -> None:
+        super().make_parameters(shape, tables)
+        self.fc = nn.Linear(len(self.tapped_layers) * shape.width, shape.width, bias=False)
         self.layers = nn.ModuleList([Eagle3Layer(shape)])
 
     @property

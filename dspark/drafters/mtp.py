@@ -16,18 +16,11 @@ from dspark.layers import RMSNorm, rms_norm
 
 class Mtp(Recurrent):
     MATRICES = ("eh_proj.", "mtp_block.")
+    config: MtpConfig
     target_norm_D: Tensor
 
-    def __init__(
-        self,
-        config: MtpConfig,
-        shape: TargetShape,
-        tapped_layers: tuple[int, ...],
-        mask_token_id: int,
-        tables: FrozenTables,
-        draft_ids: Tensor | None,
-    ) -> None:
-        super().__init__(config, shape, tapped_layers, mask_token_id, tables, draft_ids)
+    def make_parameters(self, shape: TargetShape, tables: FrozenTables) -> None:
+        super().make_parameters(shape, tables)
         self.register_buffer("target_norm_D", tables.norm_D, persistent=False)
         self.enorm = RMSNorm(shape.width, shape.norm_epsilon)
         self.hnorm = RMSNorm(shape.width, shape.norm_epsilon)

@@ -60,16 +60,7 @@ class Recurrent(Drafter):
     layer: RecurrentLayer
     config: Eagle3Config | MtpConfig
 
-    def __init__(
-        self,
-        config: Eagle3Config | MtpConfig,
-        shape: TargetShape,
-        tapped_layers: tuple[int, ...],
-        mask_token_id: int,
-        tables: FrozenTables,
-        draft_ids: Tensor | None,
-    ) -> None:
-        super().__init__(config, shape, tapped_layers, mask_token_id, tables, draft_ids)
+    def make_parameters(self, shape: TargetShape, tables: FrozenTables) -> None:
         self.norm = RMSNorm(shape.width, shape.norm_epsilon)
 
     def first_state(self, tapped_BTLD: Tensor) -> Tensor:

@@ -111,17 +111,19 @@ class RayWork:
                 ray.kill(actor)
 
     def beside(self, resources: Resources) -> "RayWork":
-        other = replace(self, resources=resources)
-        cpus = sum(work.resources.num_workers * work._claim()[0] for work in (self, other))
-        gpus = sum(work.resources.num_workers * work.resources.num_gpus for work in (self, other))
-        there = ray.cluster_resources()
-        for kind, needed in (("CPU", cpus), ("GPU", gpus)):
-            if needed > there.get(kind, 0.0):
+        """With as many workers as fit beside this work's gang; ValueError when not one does."""
+        mine, other = self.resources, replace(self, resources=resources)
+        claims = {"CPU": (self._claim()[0], other._claim()[0]), "GPU": (mine.num_gpus, resources.num_gpus)}
+        there, num_workers = ray.cluster_resources(), resources.num_workers
+        for kind, (of_gang, of_worker) in claims.items():
+            left = int(there.get(kind, 0.0)) - mine.num_workers * of_gang
+            num_workers = min(num_workers, left // of_worker) if of_worker else num_workers
+            if num_workers < 1:
                 raise ValueError(
-                    f"cluster.engine_workers: {resources.num_workers} engines beside {self.resources.num_workers} training workers take {needed} {kind}s, "
-                    f"the cluster has {there.get(kind, 0.0):g}. Fix: fewer cluster.engine_workers or cluster.cpus_per_worker, or stage.cache_targets.mode=store"
+                    f"cluster.engine_workers: an engine takes {of_worker} {kind}s and {mine.num_workers} training workers {of_gang} each, "
+                    f"the cluster has {there.get(kind, 0.0):g}. Fix: smaller cluster.cpus_per_worker or train_workers, or stage.cache_targets.mode=store"
                 )
-        return other
+        return replace(other, resources=replace(resources, num_workers=num_workers))
 
     def gang(self, function: str, settings: Any) -> Any:
         from ray.train import FailureConfig, RunConfig, ScalingConfig

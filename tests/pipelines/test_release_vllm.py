@@ -98,7 +98,7 @@ for name, draft_ids in (("reduced", torch.arange(0, V, 3)), ("whole", None)):
         ids = torch.arange(len(drafter.draft_ids_W))
         assert torch.equal(module.map_draft_to_target(ids), drafter.draft_ids_W)
         if draft_ids is not None:  # else vLLM's worker puts the target's LM head in place
-            same(module.compute_draft_logits(hidden), drafter._logits(hidden))
+            same(module.compute_draft_logits(hidden), drafter.head.logits(hidden))
     print("equal", name)
 """
 
