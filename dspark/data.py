@@ -200,7 +200,8 @@ class _TargetLogits:
     def __init__(self, row: CacheRow, shape_BAK: tuple[int, int, int]) -> None:
         self.final = self.top_ids = self.top_logits = None
         if row.final_SD is not None:
-            self.final = torch.zeros(*shape_BAK, row.final_SD.codes.shape[-1], dtype=torch.bfloat16)
+            # Zeros of numpy: torch would share them out among threads that compute meanwhile.
+            self.final = torch.from_numpy(np.zeros((*shape_BAK, row.final_SD.codes.shape[-1]), np.int16)).view(torch.bfloat16)
         elif row.top_ids_SC is not None:
             self.top_ids = torch.zeros(*shape_BAK, row.top_ids_SC.shape[-1], dtype=torch.int64)
             self.top_logits = torch.full(self.top_ids.shape, -torch.inf)
