@@ -11,7 +11,7 @@ each row's share of the loss is known beforehand, and its gradient can be comput
         g = dLoss/dz                                 in place of p: p * (a + b (s - sum s p)) - a [label], s = sign(p - t)
         dh += g W,  db += g W_2,  dW_2 += g^T b     the frozen head has no gradient
 
-Two buffers [chunk_rows, W] are all that is held, and each product of the dense computation is made once. (Tiles of the
+Two buffers [chunk_rows, W] and the gradient of W_2 are all that is held, and each product of the dense computation is made once. (Tiles of the
 vocabulary over all rows would hold as little, but the sign needs both normalisers, and the gradient of W_2 the sum s p: the
 draft's logits would be computed three times.)
 
@@ -56,9 +56,6 @@ class Denominators:
     sum: Tensor
     sum_ce: Tensor
 
-    def share(self, alpha: float, weight: Tensor, sum: Tensor) -> Tensor:
-        return weight * (alpha / sum.clamp_min(torch.finfo(sum.dtype).tiny))
-
 
 @dataclass
 class Losses:
@@ -99,9 +96,9 @@ def block_losses(
     is_inside_M = label_M >= 0
     shares_3M = torch.stack(
         [
-            denominators.share(config.alpha_ce, weight_M * is_inside_M, denominators.sum_ce),
-            denominators.share(config.alpha_soft_ce, weight_M, denominators.sum),
-            denominators.share(config.alpha_tv, weight_M, denominators.sum),
+            _share(config.alpha_ce, weight_M * is_inside_M, denominators.sum_ce),
+            _share(config.alpha_soft_ce, weight_M, denominators.sum),
+            _share(config.alpha_tv, weight_M, denominators.sum),
         ]
     )
     bias_MR = None if output.bias_BAKR is None else output.bias_BAKR[valid]
@@ -114,7 +111,7 @@ def block_losses(
     if output.confidence_logits_BAK is not None:
         logit_M = output.confidence_logits_BAK[valid]
         confidence_M = torch.nn.functional.binary_cross_entropy_with_logits(logit_M, accept_M, reduction="none")
-        total = total + (denominators.share(config.alpha_confidence, weight_M, denominators.sum) * confidence_M).sum()
+        total = total + (_share(config.alpha_confidence, weight_M, denominators.sum) * confidence_M).sum()
     accept_BAK = torch.zeros_like(weights.weight_BAK).masked_scatter_(valid, accept_M.to(weights.weight_BAK.dtype))
     return Losses(
         total,
@@ -127,6 +124,10 @@ def block_losses(
         accept_K=accept_BAK.sum((0, 1)),
         count_K=valid.sum((0, 1)).to(accept_BAK.dtype),
     )
+
+
+def _share(alpha: float, weight_M: Tensor, denominator: Tensor) -> Tensor:
+    return weight_M * (alpha / denominator.clamp_min(torch.finfo(denominator.dtype).tiny))
 
 
 def loss_bytes(chunk_rows: int, head: DraftHead) -> int:

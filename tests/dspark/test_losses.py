@@ -8,7 +8,7 @@ import torch
 
 from dspark.config import LossConfig
 from dspark.drafters.base import BlockOutput, DraftHead, TrainingBatch
-from dspark.losses import Denominators, block_losses, loss_bytes, loss_weights
+from dspark.losses import Denominators, block_losses, loss_weights
 from tests import oracles
 
 
@@ -252,8 +252,3 @@ def test_loss_without_gradients_makes_none_and_has_the_same_value():
         losses = _fused(batch, head, leaves, SOFT, 4)
     assert losses.total.item() == pytest.approx(_fused(batch, head, leaves, SOFT, 4).total.item(), rel=1e-14)
     assert not losses.total.requires_grad
-
-
-def test_predicted_memory_of_the_loss_covers_its_buffers():
-    _, head, _ = _problem(8)
-    assert loss_bytes(64, head) == 8 * 29 * (2 * 64 + 3)

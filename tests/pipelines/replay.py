@@ -1,7 +1,7 @@
 """What the tests of a stream put in place of a target: a corpus of random tokens, and engines that copy states out of a
 stored cache instead of computing them.
 
-    environment: STREAM_REPLAYS=/root/cache_targets/tiny-1a2b3c4d
+    environment: STREAM_REPLAYS=<root>/cache_targets/tiny-1a2b3c4d
     Producers(work, settings, window, "tests.pipelines.replay:Replay")
 """
 
