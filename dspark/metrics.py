@@ -79,9 +79,29 @@ def bootstrap_interval(
     num_tokens: Sequence[float], num_rounds: Sequence[float], seed: int = 0, num_resamples: int = 1000
 ) -> tuple[float, float]:
     """95 % percentile interval of sum(tokens) / sum(rounds), resampling prompts (rounds of one prompt are not independent)."""
+    return _interval(_resampled_ratio(num_tokens, num_rounds, seed, num_resamples))
+
+
+def bootstrap_difference(
+    ours: tuple[Sequence[float], Sequence[float]],
+    theirs: tuple[Sequence[float], Sequence[float]],
+    seed: int = 0,
+    num_resamples: int = 1000,
+) -> tuple[float, float]:
+    """The same of a difference, from (tokens, rounds) of two drafters on the same prompts: a resample draws them alike for both."""
+    return _interval(_resampled_ratio(*ours, seed, num_resamples) - _resampled_ratio(*theirs, seed, num_resamples))
+
+
+def _resampled_ratio(num_tokens: Sequence[float], num_rounds: Sequence[float], seed: int, num_resamples: int) -> Floats:
+    """[S]; which prompts a resample draws depends on the seed and their number alone."""
     tokens_P, rounds_P = np.asarray(num_tokens, dtype=np.float64), np.asarray(num_rounds, dtype=np.float64)
-    index = np.random.default_rng(seed).integers(0, len(tokens_P), size=(num_resamples, len(tokens_P)))
-    low, high = np.percentile(tokens_P[index].sum(1) / rounds_P[index].sum(1), [2.5, 97.5])
+    index_SP = np.random.default_rng(seed).integers(0, len(tokens_P), size=(num_resamples, len(tokens_P)))
+    ratio_S: Floats = tokens_P[index_SP].sum(1) / rounds_P[index_SP].sum(1)
+    return ratio_S
+
+
+def _interval(values_S: Floats) -> tuple[float, float]:
+    low, high = np.percentile(values_S, [2.5, 97.5])
     return float(low), float(high)
 
 

@@ -11,7 +11,8 @@ micro-batch's loss is its numerators over those sums, and the engine adds gradie
 import json
 import math
 import tempfile
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,13 +23,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dspark.config import LossConfig, TrainingConfig
-from dspark.data import Ahead, RowDraw, RowOrder, RowSource, build_batch
+from dspark.data import Ahead, RowDraw, RowOrder, RowSource, build_batch, label_coverage
 from dspark.drafters.base import Drafter, TrainingBatch
 from dspark.losses import Denominators, block_losses, loss_weights
 from dspark.storage import Storage
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 MUON_MOMENTUM = 0.95
+PART_NORM_STEPS = 10  # every so many steps the gradient is gathered whole, to measure its parts
 SELECT_SEED = 980406  # anchors of the select rows: the same at every evaluation of every run
 
 
@@ -43,6 +45,11 @@ class TrainEngine(Protocol):
 
     def backward(self, loss: Tensor) -> None:
         """Adds this micro-batch's gradients; the sum over micro-batches and ranks is the step's gradient."""
+        ...
+
+    def part_norms(self) -> dict[str, float]:
+        """Of the gradient that `step` is about to use: its norm in each part of the drafter; empty where it cannot be told.
+        Every rank must call it."""
         ...
 
     def step(self, schedule: float) -> float | None:
@@ -111,6 +118,9 @@ class LocalEngine:
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
+    def part_norms(self) -> dict[str, float]:
+        return part_norms((name, parameter.grad) for name, parameter in self._drafter.named_parameters())
+
     def step(self, schedule: float) -> float | None:
         for master, parameter in zip(self._masters, self._parameters, strict=True):
             master.grad = parameter.grad.to(master.dtype) if parameter.grad is not None else torch.zeros_like(master)
@@ -166,6 +176,15 @@ class LocalEngine:
             optimizer.load_state_dict(saved)
 
 
+def part_norms(gradients: Iterable[tuple[str, Tensor | None]]) -> dict[str, float]:
+    """The norm of whole gradients, by the first word of a parameter's name."""
+    squares: dict[str, float] = defaultdict(float)
+    for name, gradient in gradients:
+        if gradient is not None:
+            squares[name.partition(".")[0]] += float(torch.linalg.vector_norm(gradient.float()).square())
+    return {part: math.sqrt(square) for part, square in squares.items()}
+
+
 ADAMW_STATES = ("master", "exp_avg", "exp_avg_sq")
 _ENGINE_FILE = "engine.safetensors"
 
@@ -211,6 +230,7 @@ class Prepared:
 
     batches: list[TrainingBatch]
     row_ids: list[str]
+    label_coverage: tuple[int, int]  # data.label_coverage of all batches
 
 
 @dataclass
@@ -261,7 +281,8 @@ def train(
         size = len(rows) // num_micro
         batches = [build_batch(rows[i : i + size], config.num_anchors, data.block_size) for i in range(0, len(rows), size)]
         data.train.used((step + 1) * config.batch_sequences)
-        return Prepared(batches, [row.row_id for row, _ in rows])
+        covered, total = zip(*(label_coverage([row for row, _ in rows[i * size :][:size]], b) for i, b in enumerate(batches)), strict=True)
+        return Prepared(batches, [row.row_id for row, _ in rows], (sum(covered), sum(total)))
 
     data.train.used(state.step * config.batch_sequences)
     for prepared in Ahead(prepare, state.step, config.num_steps):
@@ -303,8 +324,10 @@ def _step(
         total, sums = engine.forward(batch, denominators)
         engine.backward(total)
         totals += sums
+    norms = engine.part_norms() if (step + 1) % PART_NORM_STEPS == 0 else {}
     grad_norm = engine.step(schedule(step, config))
     totals = engine.all_sum(totals)
+    covered, labels = engine.all_sum(torch.tensor(prepared.label_coverage, dtype=wide, device=engine.device)).tolist()
     # A step in which no row counts has loss 0, as in the loss itself; one whose labels all lie outside still has TV.
     over = {"ce": denominators.sum_ce, "soft_ce": denominators.sum, "tv": denominators.sum, "confidence": denominators.sum}
     terms = {name: float(n / d) if d > 0 else 0.0 for (name, d), n in zip(over.items(), totals[:4], strict=True)}
@@ -312,6 +335,7 @@ def _step(
     if not math.isfinite(loss) or not math.isfinite(grad_norm or 0.0):
         raise NonFiniteLossError(f"training step {step + 1}: loss {loss}, gradient norm {grad_norm}; rows {', '.join(prepared.row_ids)}")
     metrics = {"loss": loss, **{f"loss_{name}": term for name, term in terms.items()}, "lr": schedule(step, config) * config.lr}
+    metrics |= {"label_coverage": covered / max(labels, 1), **{f"grad_norm_{part}": norm for part, norm in norms.items()}}
     if grad_norm is not None:
         metrics["grad_norm"] = grad_norm
     return metrics | _acceptance(totals[4:], block_size, "train")

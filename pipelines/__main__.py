@@ -1,40 +1,42 @@
 """`python -m pipelines [overrides]`: composes the config, plans, and runs what is missing.
 
 A target cache that would not fit where it is to lie is refused here, before anything is begun (sizing.py).
+Each point of a sweep (`-m`) is a run of its own, and at its end stands a table of them all (sweep.py).
 Nothing heavy is imported before the plan is known: with nothing to do, neither torch nor Ray is ever loaded.
 Exit status: 0 done, 1 a step failed or damage was found, 2 the request itself is wrong, 130 interrupted.
 """
 
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dspark.storage import Storage
 from pipelines import flow, runner, sizing, targets
 from pipelines.backends.object_store import open_storage
 from pipelines.config import hydra_main
-from pipelines.dag import read_record
+from pipelines.dag import Artifact, read_record
 from pipelines.lease import holder
 from pipelines.screen import RichScreen
 from pipelines.settings import Settings
 
 
-def main(settings: Settings, plain: dict[str, Any], screen: RichScreen) -> int:
+def main(settings: Settings, plain: dict[str, Any], screen: RichScreen) -> tuple[int, Mapping[str, Artifact]]:
+    """The exit status, and what was made or was there already."""
     steps = flow.build(settings)
     root = open_storage(flow.absolute(settings.cluster.root))
     planned = runner.plan(steps, root, settings.rebuild)
     if settings.mode == "status":
         screen.status(planned, root.uri, _states(planned, root))
-        return 0
+        return 0, {}
     if settings.mode == "verify":
-        return _verify(settings, planned, root, screen)
+        return _verify(settings, planned, root, screen), {}
     screen.plan(planned, root.uri)
     if size := sizing.estimate(settings, planned, root):
         screen.cache_size(size, settings.stage.cache_targets)
         sizing.require_room(size, settings.stage.cache_targets)
     if settings.mode == "plan":
-        return 0
+        return 0, {}
     has_work = not all(item.verdict.is_hit for item in planned)
     if has_work:
         targets.ensure_made(settings.target)
@@ -42,14 +44,15 @@ def main(settings: Settings, plain: dict[str, Any], screen: RichScreen) -> int:
     error: BaseException | None = None
     try:
         tracker.begin(plain)
-        screen.summary(runner.run(planned, root, open_storage, executor, tracker, screen))
+        artifacts = runner.run(planned, root, open_storage, executor, tracker, screen)
+        screen.summary(artifacts)
     except BaseException as caught:
         error = caught
         raise
     finally:
         tracker.end(error)
         executor.close()
-    return 0
+    return 0, artifacts
 
 
 def _verify(settings: Settings, planned: Sequence[runner.Planned], root: Storage, screen: RichScreen) -> int:
@@ -113,13 +116,24 @@ def command_line() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     status = 0
+    points: list[tuple[list[str], Mapping[str, Artifact]]] = []
+    root = ""
 
-    def run(settings: Settings, plain: dict[str, Any]) -> None:
-        nonlocal status
-        status = max(status, main(settings, plain, screen))
+    def run(settings: Settings, plain: dict[str, Any], overrides: list[str]) -> None:
+        nonlocal status, root
+        found, artifacts = main(settings, plain, screen)
+        status, root = max(status, found), flow.absolute(settings.cluster.root)
+        if overrides and artifacts:
+            points.append((overrides, artifacts))
 
     try:
-        hydra_main(run)
+        try:
+            hydra_main(run)
+        finally:  # a point that failed or was interrupted takes nothing from the others
+            if points:
+                from pipelines import sweep
+
+                screen.sweep(*sweep.report(points, open_storage(root)))
     except runner.StepFailed as failed:
         screen.failure(failed)
         return 1

@@ -29,22 +29,26 @@ for _record, _name in ((records.TargetConfig, "source"), (Settings, "drafter"), 
     _field.type = Annotated[_field.type, Field(discriminator="kind")]
 
 
-def hydra_main(function: Callable[[Settings, dict[str, Any]], None]) -> None:
-    """The command line: composes `conf/` with its overrides and calls `function` with the settings and the plain config.
+def hydra_main(function: Callable[[Settings, dict[str, Any], list[str]], None]) -> None:
+    """The command line: composes `conf/` with its overrides and calls `function` with the settings, the plain config and, of
+    a point of a sweep, the overrides that make it.
 
     Hydra's own flags (--help, -m for sweeps, --cfg) work as everywhere; what cannot be composed is a ValueError.
     """
     import hydra
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
     from omegaconf import DictConfig
 
     if not any(word.startswith("-") for word in sys.argv[1:]):
-        function(*compose(sys.argv[1:]))
+        function(*compose(sys.argv[1:]), [])
         return
 
     @hydra.main(version_base="1.3", config_path=str(PROJECT_ROOT / "conf"), config_name="config")
     def main(composed: DictConfig) -> None:
-        plain = _plain(composed)
-        function(validate(plain), plain)
+        plain, hydra_config = _plain(composed), HydraConfig.get()
+        is_point = hydra_config.mode == RunMode.MULTIRUN
+        function(validate(plain), plain, list(hydra_config.overrides.task) if is_point else [])
 
     main()
 

@@ -171,6 +171,15 @@ class RichScreen:
             if isinstance(artifact, Drafter | Release):
                 self._line(f"{artifact.noun.lower()}: {artifact.uri}/{artifact.FOLDER}")
 
+    def sweep(self, columns: Sequence[str], rows: Sequence[Sequence[str]], uri: str) -> None:
+        """What the points of a sweep came to, and where that is kept."""
+        table = _table(*columns)
+        for row in rows:
+            table.add_row(*row)
+        self._line("")
+        self._console.print(table)
+        self._line(f"the table, and as a figure: {uri}")
+
     def failure(self, error: StepFailed) -> None:
         """One screen: which step, why, what is kept, and how to go on."""
         self._stop_bar()

@@ -21,6 +21,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else
 import deepspeed
 from deepspeed.utils import (
     safe_get_full_fp32_param,
+    safe_get_full_grad,
     safe_get_full_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
@@ -31,7 +32,7 @@ from deepspeed.utils import (
 from dspark.config import TrainingConfig
 from dspark.drafters.base import Drafter, TrainingBatch
 from dspark.losses import Denominators
-from dspark.training import ADAMW_STATES, DTYPES, MUON_MOMENTUM, DrafterLoss, load_adamw, save_adamw
+from dspark.training import ADAMW_STATES, DTYPES, MUON_MOMENTUM, DrafterLoss, load_adamw, part_norms, save_adamw
 
 TAG = "engine"
 
@@ -99,6 +100,10 @@ class DeepSpeedEngine:
         self._engine.backward(loss * self._scale)
         if not self._engine.is_gradient_accumulation_boundary():
             self._engine.step()
+
+    def part_norms(self) -> dict[str, float]:
+        # Muon's groups are orthogonalised by now: see `step`.
+        return {} if self._has_muon else part_norms((name, safe_get_full_grad(p)) for name, p in self._named_parameters())
 
     def step(self, schedule: float) -> float | None:
         for group, peak in zip(self._engine.optimizer.param_groups, self._peaks, strict=True):

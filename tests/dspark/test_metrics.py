@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from dspark.metrics import acceptance, bootstrap_interval, truncate_by_threshold
+from dspark.metrics import acceptance, bootstrap_difference, bootstrap_interval, truncate_by_threshold
 
 
 def _columns(case):
@@ -76,3 +76,15 @@ def test_bootstrap_interval_resamples_prompts_not_rounds():
     low, high = bootstrap_interval([1000.0, 5000.0] * 10, [1000.0] * 20)
     assert high - low > 1.0
     assert bootstrap_interval([1.0, 2.0, 4.0], [1.0] * 3, seed=1) == bootstrap_interval([1.0, 2.0, 4.0], [1.0] * 3, seed=1)
+
+
+def test_bootstrap_difference_draws_the_same_prompts_for_both():
+    """A drafter that is a tenth better on every prompt, however much prompts differ, is better by a tenth of what was drawn."""
+    generator = np.random.default_rng(5)
+    tokens, rounds = generator.integers(20, 400, 50).astype(float), np.full(50, 100.0)
+    assert bootstrap_difference((tokens, rounds), (tokens, rounds)) == (0.0, 0.0)
+    low, high = bootstrap_difference((tokens * 1.1, rounds), (tokens, rounds))
+    unpaired = bootstrap_interval(tokens, rounds)
+    assert 0.0 < low < high < 0.4
+    np.testing.assert_allclose([low, high], np.array(unpaired) * 0.1, rtol=1e-9)
+    assert bootstrap_difference((tokens, rounds), (tokens * 1.1, rounds)) == pytest.approx((-high, -low))

@@ -120,6 +120,21 @@ def test_trunk_trains_and_decodes_with_every_kind_of_drafter(finished: Path, tmp
     assert report["lossless"]["num_equal"] == report["lossless"]["num_prompts"] > 0
 
 
+def test_trunk_sweep_ends_with_a_table_and_goes_on_where_it_was_stopped(finished: Path, tmp_path: Path) -> None:
+    for step in ("prompts", "regenerate", "cache_targets"):
+        shutil.copytree(finished / step, tmp_path / step)
+    # Blocks of 40 tokens fit no response: that point fails, and the others are made all the same.
+    words = ("-m", "until=evaluate", "stage.train.seed=0,1", "contender=dflash,eagle3", "drafter.block_size=3,40")
+    output = pipeline(tmp_path, *words, status=1)
+    assert "drafter.block_size=" in output
+    table = next(tmp_path.glob("sweeps/*/table.md")).read_text()
+    assert re.findall(r"^\| (contender=\w+) \| (\d) \|", table, re.MULTILINE) == [("contender=dflash", "2"), ("contender=eagle3", "2")]
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/*/record.json")}
+    again = pipeline(tmp_path, *(word.replace("3,40", "3") for word in words))
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/*/record.json")} == before
+    assert set(verdicts(again).values()) == {"hit"}
+
+
 @pytest.mark.parametrize(
     ("override", "expected"),
     [

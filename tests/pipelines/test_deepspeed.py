@@ -153,6 +153,11 @@ def test_sharded_engine_gives_the_numbers_of_the_local_one(found, local, name):
     assert [p["loss"] for p in curves] == pytest.approx([p["loss"] for p in wanted_curves], rel=close / 10)
     if config.muon_lr is None and zero_stage > 0:  # without ZeRO DeepSpeed does not tell it
         assert [p["grad_norm"] for p in curves] == pytest.approx([p["grad_norm"] for p in wanted_curves], rel=max(close, 1e-4))
+    if config.muon_lr is None:
+        parts = [name for name in wanted_curves[9] if name.startswith("grad_norm_")]
+        assert len(parts) == 6
+        assert [curves[9][part] for part in parts] == pytest.approx([wanted_curves[9][part] for part in parts], rel=max(close, 1e-4))
+    assert [p["label_coverage"] for p in curves] == pytest.approx([p["label_coverage"] for p in wanted_curves])
     assert resumed_curves == curves
     assert all(torch.equal(resumed_weights[parameter], weights[parameter]) for parameter in weights)
 
