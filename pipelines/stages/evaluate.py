@@ -56,7 +56,7 @@ class Unit:
 
 def run(config: EvaluateConfig, inputs: Mapping[str, Artifact], out: Storage, work: Work) -> Outcome:
     rows = [json.loads(line) for line in open_storage(inputs["prompts"].uri).read(PromptSet.PROMPTS).splitlines()]
-    prompts = [{**row, "source": "test"} for row in rows if row["split"] == "test"]
+    prompts = [{**row, "source": "test"} for row in rows if row["split"] == "test"][: config.evaluate.max_prompts_per_source]
     lossless = tuple(prompts[: config.evaluate.num_lossless_prompts])
     for name, uri in work.resources.files.items():
         prompts += [{**row, "id": prompt_id(row), "source": name} for row in read_prompt_file(uri, name)][

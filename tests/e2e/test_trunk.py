@@ -124,7 +124,7 @@ def test_trunk_sweep_ends_with_a_table_and_goes_on_where_it_was_stopped(finished
     for step in ("prompts", "regenerate", "cache_targets"):
         shutil.copytree(finished / step, tmp_path / step)
     # Blocks of 40 tokens fit no response: that point fails, and the others are made all the same.
-    words = ("-m", "until=evaluate", "stage.train.seed=0,1", "contender=dflash,eagle3", "drafter.block_size=3,40")
+    words = ("until=evaluate", "stage.train.seed=0,1", "contender=dflash,eagle3", "drafter.block_size=3,40", "-m")
     output = pipeline(tmp_path, *words, status=1)
     assert "drafter.block_size=" in output
     table = next(tmp_path.glob("sweeps/*/table.md")).read_text()
