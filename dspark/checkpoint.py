@@ -2,7 +2,7 @@
 
 Tensor names are those of the released DSpark checkpoints (fc, hidden_norm, norm, layers.{i}.*, markov_head.*,
 confidence_head.*); the target's embedding and LM head are not stored. A reduced draft vocabulary is stored as `d2t`, int64
-*offsets*: target id = draft id + d2t[draft id]. config.json, format version 1: `format_version`, `drafter` (its config),
+*offsets*: target id = draft id + d2t[draft id]. config.json, format version 2: `format_version`, `drafter` (its config),
 `target` (its shape and weights hash), `tapped_layers` with `layer_convention`, `mask_token_id`, `sample_from_anchor`
 (always true: row k predicts token a+1+k), `provenance`.
 """
@@ -24,7 +24,7 @@ from dspark.drafters.base import Drafter
 from dspark.storage import Storage
 from dspark.target import TargetHead
 
-DRAFTER_FORMAT_VERSION = 1
+DRAFTER_FORMAT_VERSION = 2
 
 
 def save_drafter(
@@ -70,7 +70,8 @@ def load_drafter(storage: Storage, folder: str, head: TargetHead, target_weights
     tensors = load_safetensors(storage.read(f"{folder}/model.safetensors"))
     offsets = tensors.pop("d2t", None)
     draft_ids = None if offsets is None else offsets + torch.arange(len(offsets))
-    drafter_config = CONFIGS[config["drafter"]["kind"]](**config["drafter"])
+    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in config["drafter"].items()}
+    drafter_config = CONFIGS[config["drafter"]["kind"]](**fields)
     drafter = build_drafter(drafter_config, head.shape, tuple(config["tapped_layers"]), config["mask_token_id"], head.tables, draft_ids)
     drafter.to(dtype).load_state_dict(tensors)
     return drafter.eval()

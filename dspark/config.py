@@ -15,6 +15,8 @@ class DFlashConfig:
     num_layers: int
     block_size: int  # K = gamma: draft tokens a block
     draft_vocab_size: int | None  # most frequent response tokens kept; None = the target's whole vocabulary
+    sliding_layers: tuple[int, ...]  # whose rows see the last `sliding_window` positions alone; the others see everything
+    sliding_window: int | None  # None without such layers
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,8 @@ class DSparkConfig:
     draft_vocab_size: int | None
     sequential_head: Literal["markov", "gated", "rnn", "none"]
     markov_rank: int  # of the sequential head; 0 with none
+    sliding_layers: tuple[int, ...]  # as DFlashConfig's
+    sliding_window: int | None
 
 
 @dataclass(frozen=True)
@@ -121,13 +125,25 @@ class YarnScaling:
 
 
 @dataclass(frozen=True)
+class ProportionalScaling:
+    """Frequencies divided by `factor`, and only the first `turned_pairs` pairs of a head turn at all (Gemma 4)."""
+
+    rope_type: Literal["proportional"]
+    factor: float
+    turned_pairs: int
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | ProportionalScaling
+
+
+@dataclass(frozen=True)
 class Rope:
     """Rotary embedding: a position turns components i and i + rotated_width / 2 of a head (NeoX style) by
     theta^(-2i / rotated_width) radians, scaled. Components from `rotated_width` on are not turned."""
 
     theta: float
     rotated_width: int
-    scaling: LinearScaling | Llama3Scaling | YarnScaling | None  # None: the default rotary embedding
+    scaling: RopeScaling | None  # None: the default rotary embedding
 
 
 @dataclass(frozen=True)

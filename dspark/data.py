@@ -22,7 +22,7 @@ import torch
 
 from dspark.blocks import draw_anchors, lay_blocks, valid_anchors
 from dspark.cache import CacheReader, CacheRow, supervised_rows
-from dspark.drafters.base import TrainingBatch
+from dspark.drafters.base import PackedContext, TrainingBatch
 from dspark.states import decode
 
 T = TypeVar("T")
@@ -151,26 +151,25 @@ class Ahead(Generic[T]):
 
 
 def build_batch(rows: Sequence[tuple[CacheRow, tuple[int, ...]]], num_anchors: int, block_size: int) -> TrainingBatch:
-    """Blocks of these rows (with their anchor seeds), contexts and anchors padded to the longest and the most."""
+    """Blocks of these rows (with their anchor seeds), contexts packed, anchors padded to the most."""
     laid = [
         lay_blocks(row.loss_mask_T, draw_anchors(row.loss_mask_T, num_anchors, np.random.default_rng(seed)), block_size)
         for row, seed in rows
     ]
     B, A, K = len(rows), max(max(len(b.anchors_A) for b in laid), 1), block_size
-    # An anchor sees what lies strictly before it, so the context ends at the last anchor.
-    T = max(max(int(b.anchors_A.max(initial=0)) for b in laid), 1)
-    tapped = torch.empty(B, T, *rows[0][0].tapped_PLD.codes.shape[1:], dtype=torch.bfloat16)
-    next_tokens = np.zeros((B, T), np.int64)
+    # An anchor sees what lies strictly before it, so a context ends at the last anchor.
+    ends = np.cumsum([0, *(int(blocks.anchors_A.max(initial=0)) for blocks in laid)])
+    tapped = torch.empty(int(ends[-1]), *rows[0][0].tapped_PLD.codes.shape[1:], dtype=torch.bfloat16)
+    next_tokens = np.zeros(int(ends[-1]), np.int64)
     anchors, previous = np.zeros((B, A), np.int64), np.zeros((B, A, K), np.int64)
     label, valid = np.full((B, A, K), -1, np.int64), np.zeros((B, A, K), bool)
     log_sum_exp = np.zeros((B, A, K), np.float32)
     logits = _TargetLogits(rows[0][0], (B, A, K))
     for i, ((row, _), blocks) in enumerate(zip(rows, laid, strict=True)):
-        a, kept = len(blocks.anchors_A), min(T, len(row.tapped_PLD.codes))
-        decode(row.tapped_PLD[:kept], tapped[i, :kept])
-        tapped[i, kept:].view(torch.int16).numpy()[...] = 0
-        following = row.token_ids_T[1 : T + 1]
-        next_tokens[i, : len(following)] = following
+        a, context = len(blocks.anchors_A), slice(ends[i], ends[i + 1])
+        length = int(ends[i + 1] - ends[i])
+        decode(row.tapped_PLD[:length], tapped[context])
+        next_tokens[context] = row.token_ids_T[1 : length + 1]
         anchors[i, :a], valid[i, :a] = blocks.anchors_A, blocks.valid_AK
         label[i, :a] = np.where(blocks.valid_AK, row.token_ids_T[blocks.label_index_AK], -1)
         # x_{k-1} is the token just before the label; the anchor token always exists, later ones where the row counts.
@@ -181,8 +180,7 @@ def build_batch(rows: Sequence[tuple[CacheRow, tuple[int, ...]]], num_anchors: i
         logits.add(i, row, state)
         log_sum_exp[i, :a] = row.log_sum_exp_S[state]
     return TrainingBatch(
-        tapped,
-        torch.from_numpy(next_tokens),
+        PackedContext.of(tapped, torch.from_numpy(next_tokens), np.diff(ends).tolist()),
         torch.from_numpy(anchors),
         torch.from_numpy(previous),
         torch.from_numpy(label),

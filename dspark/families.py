@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dspark.config import LinearScaling, Llama3Scaling, Rope, TargetShape, YarnScaling
+from dspark.config import LinearScaling, Llama3Scaling, ProportionalScaling, Rope, RopeScaling, TargetShape, YarnScaling
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ FAMILIES = {
     "gemma3_text": Family(norm_weight_offset=1.0, scales_embedding=True),
     "gemma4_text": Family(scales_embedding=True),
 }
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 
 
 def target_shape(config: Mapping[str, Any]) -> TargetShape:
@@ -75,6 +75,12 @@ def _rope(config: Mapping[str, Any], head_width: int) -> Rope:
     if rope_type not in ROPE_TYPES:
         raise _error(f"{field}.rope_type", rope_type, f"one of {', '.join(ROPE_TYPES)}", "use a target with one of these")
     theta, part = _number(given, field, "rope_theta"), _number(given, field, "partial_rotary_factor")
+    if rope_type == "proportional":  # whose heads are whole, and some of their pairs stand still
+        factor, turned_pairs = _number({"factor": 1.0, **given}, field, "factor"), int(part * head_width // 2)
+        if not 1 <= turned_pairs <= head_width // 2:
+            rule = f"turns some, at most all, of a head's {head_width // 2} pairs, not {turned_pairs}"
+            raise _error(f"{field}.partial_rotary_factor", part, rule, "correct config.json")
+        return Rope(theta, head_width, ProportionalScaling("proportional", factor, turned_pairs))
     rotated_width = int(head_width * part)
     if rotated_width % 2 or not 2 <= rotated_width <= head_width:
         rule = f"turns an even number, at most all, of a head's {head_width} components, not {rotated_width}"
@@ -82,7 +88,7 @@ def _rope(config: Mapping[str, Any], head_width: int) -> Rope:
     return Rope(theta, rotated_width, _scaling(rope_type, given, field))
 
 
-def _scaling(rope_type: str, given: Mapping[str, Any], field: str) -> LinearScaling | Llama3Scaling | YarnScaling | None:
+def _scaling(rope_type: str, given: Mapping[str, Any], field: str) -> RopeScaling | None:
     if rope_type == "default":
         return None
     factor = _number(given, field, "factor")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dspark.config import LinearScaling, Llama3Scaling, Rope, TargetShape, YarnScaling
+from dspark.config import LinearScaling, Llama3Scaling, ProportionalScaling, Rope, TargetShape, YarnScaling
 
 TILE_ROWS = 2048  # rows of a weight that are converted at once
 
@@ -80,6 +80,8 @@ def inverse_frequencies(rope: Rope, dtype: torch.dtype, device: torch.device) ->
         return inverse
     if isinstance(scaling, LinearScaling):
         return inverse / scaling.factor
+    if isinstance(scaling, ProportionalScaling):
+        return torch.where(torch.arange(width // 2, device=device) < scaling.turned_pairs, inverse / scaling.factor, 0.0)
     if isinstance(scaling, Llama3Scaling):
         turns = scaling.original_max_position_embeddings * inverse / (2 * math.pi)
         kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -128,9 +130,10 @@ def attend(
     own_value_BAKGH: Tensor,
     context_key_BTGH: Tensor,
     context_value_BTGH: Tensor,
-    visible_BAT: Tensor,
+    visible_BAKT: Tensor,
 ) -> Tensor:
-    """Attention of block rows over the context that is visible to their block and over all rows of their own block.
+    """Attention of block rows over the context that is visible to them (or, [B,A,1,T], to their block) and over all rows of
+    their own block.
 
     One softmax over both parts, T + K columns a row: other blocks' columns are never computed, so the cost does not grow
     with the square of the number of blocks. Query heads of one key/value head are folded into rows. Returns [B,A,K,N*H].
@@ -142,8 +145,8 @@ def attend(
     query = query_BAKNH.view(B, A, K, G, R, H).permute(0, 3, 1, 4, 2, 5).reshape(B, G, A, R * K, H) * H**-0.5
     own_key, own_value = (x.permute(0, 3, 1, 2, 4) for x in (own_key_BAKGH, own_value_BAKGH))  # [B, G, A, K, H]
     context_key, context_value = (x.transpose(1, 2) for x in (context_key_BTGH, context_value_BTGH))  # [B, G, T, H]
-    context_score = (query.reshape(B, G, A * R * K, H) @ context_key.transpose(-1, -2)).view(B, G, A, R * K, T)
-    context_score = context_score.masked_fill(~visible_BAT[:, None, :, None, :], float("-inf"))
+    context_score = (query.reshape(B, G, A * R * K, H) @ context_key.transpose(-1, -2)).view(B, G, A, R, K, T)
+    context_score = context_score.masked_fill(~visible_BAKT[:, None, :, None], float("-inf")).view(B, G, A, R * K, T)
     own_score = query @ own_key.transpose(-1, -2)
     score = torch.cat([context_score, own_score], dim=-1)
     wide = torch.float64 if score.dtype == torch.float64 else torch.float32
@@ -174,9 +177,9 @@ class BlockAttention(nn.Module):
         heads = (*x.shape[:-1], self.num_kv_heads, self.head_width)
         return rotation.apply(self.k_norm(self.k_proj(x).view(heads))), self.v_proj(x).view(heads)
 
-    def forward(self, x_BAKD: Tensor, rotation: Rotation, context: tuple[Tensor, Tensor], visible_BAT: Tensor) -> Tensor:
+    def forward(self, x_BAKD: Tensor, rotation: Rotation, context: tuple[Tensor, Tensor], visible_BAKT: Tensor) -> Tensor:
         query = self.queries(x_BAKD, rotation)
-        return self.o_proj(attend(query, *self.keys_values(x_BAKD, rotation), *context, visible_BAT))
+        return self.o_proj(attend(query, *self.keys_values(x_BAKD, rotation), *context, visible_BAKT))
 
 
 class MLP(nn.Module):
@@ -202,6 +205,6 @@ class DrafterLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.width, shape.norm_epsilon)
         self.mlp = MLP(shape.width, shape.mlp_width)
 
-    def forward(self, x_BAKD: Tensor, rotation: Rotation, context: tuple[Tensor, Tensor], visible_BAT: Tensor) -> Tensor:
-        x_BAKD = x_BAKD + self.self_attn(self.input_layernorm(x_BAKD), rotation, context, visible_BAT)
+    def forward(self, x_BAKD: Tensor, rotation: Rotation, context: tuple[Tensor, Tensor], visible_BAKT: Tensor) -> Tensor:
+        x_BAKD = x_BAKD + self.self_attn(self.input_layernorm(x_BAKD), rotation, context, visible_BAKT)
         return x_BAKD + self.mlp(self.post_attention_layernorm(x_BAKD))

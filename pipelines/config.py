@@ -185,6 +185,14 @@ def _check(settings: Settings) -> None:
     )
     if isinstance(drafter, MtpConfig):
         require(drafter.block_size == 1, "drafter.block_size", drafter.block_size, "MTP-1 drafts one token", "drafter.block_size=1")
+    if isinstance(drafter, DFlashConfig | DSparkConfig):
+        sliding, example = list(drafter.sliding_layers), "drafter.sliding_layers=[0] drafter.sliding_window=512"
+        is_ascending = sliding == sorted(set(sliding)) and all(0 <= layer < drafter.num_layers for layer in sliding)
+        rule = f"must be ascending, distinct and from 0 to drafter.num_layers - 1 = {drafter.num_layers - 1}"
+        require(is_ascending, "drafter.sliding_layers", sliding, rule, example)
+        has_window = drafter.sliding_window is not None and drafter.sliding_window >= 1
+        rule = "must be at least 1 position with drafter.sliding_layers, and null without"
+        require(has_window if sliding else drafter.sliding_window is None, "drafter.sliding_window", drafter.sliding_window, rule, example)
     if isinstance(drafter, DSparkConfig):
         has_head = drafter.sequential_head != "none"
         require(

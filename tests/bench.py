@@ -53,7 +53,7 @@ def bench_attention(num_tokens: int, num_anchors: int) -> None:
     query, key, value = random(B, num_anchors, K, N, H), random(B, num_anchors, K, G, H), random(B, num_anchors, K, G, H)
     context_key, context_value = random(B, num_tokens, G, H), random(B, num_tokens, G, H)
     anchors = np.sort(np.random.default_rng(0).choice(np.arange(8, num_tokens), num_anchors, replace=False))
-    visible = (torch.arange(num_tokens)[None] < torch.from_numpy(anchors)[:, None]).expand(B, -1, -1)
+    visible = (torch.arange(num_tokens) < torch.from_numpy(anchors)[:, None, None]).expand(B, -1, -1, -1)
     mask = torch.from_numpy(attention_mask(anchors, num_tokens, K))
 
     def dense() -> torch.Tensor:

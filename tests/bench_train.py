@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dspark.config import DSparkConfig, LossConfig, Rope, TargetShape, TrainingConfig
 from dspark.drafters import build_drafter
-from dspark.drafters.base import BlockOutput, DraftHead, FrozenTables, TrainingBatch
+from dspark.drafters.base import BlockOutput, DraftHead, FrozenTables, PackedContext, TrainingBatch
 from dspark.layers import fast_dtype
 from dspark.losses import Denominators, block_losses, loss_bytes, loss_weights
 from dspark.training import DrafterLoss, LocalEngine
@@ -83,7 +83,8 @@ def problem(vocab: int, width: int, rank: int, rows: int, dtype: torch.dtype) ->
     log_sum_exp = torch.cat([head.logits(part).logsumexp(-1) for part in final.view(-1, width).split(64)]).view(size)
     label = torch.randint(0, vocab, size, generator=generator)
     nothing = torch.zeros(size[:2], dtype=torch.long)
-    batch = TrainingBatch(final, nothing, nothing, label, label, torch.ones(size, dtype=torch.bool), log_sum_exp, final)
+    context = PackedContext.of(final[0, :0], nothing[0, :0], [0])
+    batch = TrainingBatch(context, nothing, label, label, torch.ones(size, dtype=torch.bool), log_sum_exp, final)
     leaves = [
         normal(*size, width).requires_grad_(),
         normal(*size, rank).requires_grad_(),
@@ -143,7 +144,7 @@ def bench_step(dtype: torch.dtype, num_layers: int, rank: int, chunk_rows: int, 
         precision="bf16" if dtype == torch.bfloat16 else "fp32", seed=0, window_shards=1, row_uses=1, select_every_steps=100,
         checkpoint_every_steps=100, loss=LOSS,
     )  # fmt: skip
-    drafter_config = DSparkConfig("dspark", num_layers, K, None, "markov", rank)
+    drafter_config = DSparkConfig("dspark", num_layers, K, None, "markov", rank, (), None)
     drafter = build_drafter(drafter_config, SHAPE, (4, 12, 20, 26), 0, FrozenTables(table, table, table[0]), None)
     drafter.initialise(0)
     engine = LocalEngine(DrafterLoss(drafter, LOSS, chunk_rows), config, 1)
@@ -152,9 +153,8 @@ def bench_step(dtype: torch.dtype, num_layers: int, rank: int, chunk_rows: int, 
     label, previous = (torch.randint(0, SHAPE.vocab_size, (B, A, K), generator=generator) for _ in range(2))
     anchors = torch.randint(16, T, (B, A), generator=generator)
     tapped = torch.randn(B, T, 4, SHAPE.width, generator=generator).to(dtype)
-    batch = TrainingBatch(
-        tapped, torch.zeros(B, T, dtype=torch.long), anchors, previous, label, torch.ones(B, A, K, dtype=torch.bool), log_sum_exp, final
-    )
+    context = PackedContext.of(tapped.flatten(0, 1), torch.zeros(B * T, dtype=torch.long), [T] * B)
+    batch = TrainingBatch(context, anchors, previous, label, torch.ones(B, A, K, dtype=torch.bool), log_sum_exp, final)
     weights = loss_weights(batch, drafter.head, LOSS, torch.float32)
     whole = Denominators(weights.sum, weights.sum_ce)
 

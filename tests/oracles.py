@@ -146,6 +146,8 @@ def rotary_frequency(rope, i: int) -> float:
         return frequency
     if scaling.rope_type == "linear":
         return frequency / scaling.factor
+    if scaling.rope_type == "proportional":
+        return frequency / scaling.factor if i < scaling.turned_pairs else 0.0
     original = scaling.original_max_position_embeddings
     if scaling.rope_type == "llama3":
         wavelength = 2 * math.pi / frequency
@@ -197,8 +199,11 @@ class BlockRows:
     confidence_AK: Tensor | None
 
 
-def drafter_rows(drafter, tapped_TLD: Tensor, anchors: Sequence[int], previous_AK: Sequence[Sequence[int]], mask: np.ndarray) -> BlockRows:
-    """The network of one sequence from its weights alone, attention over [T context ; A*K block rows] under `mask`."""
+def drafter_rows(
+    drafter, tapped_TLD: Tensor, anchors: Sequence[int], previous_AK: Sequence[Sequence[int]], *masks: np.ndarray
+) -> BlockRows:
+    """The network of one sequence from its weights alone, attention over [T context ; A*K block rows] under `masks`: one for
+    all layers, or one for each."""
     w = {name: tensor.detach().double() for name, tensor in drafter.state_dict().items()}
     shape, K = drafter.shape, drafter.config.block_size
     N, G, H, eps = shape.num_heads, shape.num_kv_heads, shape.head_width, shape.norm_epsilon
@@ -222,7 +227,7 @@ def drafter_rows(drafter, tapped_TLD: Tensor, anchors: Sequence[int], previous_A
         keys = torch.stack([heads(vector, "k", G, position) for vector, position in columns])
         values = torch.stack([heads(vector, "v", G, None) for vector, _ in columns])
         query = torch.stack([heads(vector, "q", N, position) for vector, position in zip(normed, positions, strict=True)])
-        mixed = attention(query, keys, values, mask)
+        mixed = attention(query, keys, values, masks[layer % len(masks)])
         x = [row + w[p + "self_attn.o_proj.weight"] @ m for row, m in zip(x, mixed, strict=True)]
         for i, row in enumerate(x):
             y = rms_norm(row, w[p + "post_attention_layernorm.weight"], eps)

@@ -1,10 +1,11 @@
 """What every drafter is: its records and the interface that training and decoding use.
 
-Shapes: B sequences or requests, T context tokens, L tapped layers, D width, A anchors, K block positions, G key/value
+Shapes: B sequences or requests, T context tokens, S context tokens of all sequences together, L tapped layers, D width, A anchors, K block positions, G key/value
 heads, H head width, V target vocabulary, W draft vocabulary (W = V unless it is reduced), C best logits kept.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,11 +42,38 @@ class TargetRows:
 
 
 @dataclass
-class TrainingBatch:
-    """Blocks of B sequences, padded to the longest context and the most anchors."""
+class PackedContext:
+    """What the blocks of B sequences may see: one sequence after the other, without padding. What is computed token by token
+    (states, keys, values) is computed on these S tokens; a position counts from the start of its own sequence."""
 
-    tapped_BTLD: Tensor
-    next_tokens_BT: Tensor  # the token after each of the context's
+    tapped_SLD: Tensor
+    next_tokens_S: Tensor  # the token after each
+    positions_S: Tensor
+    places_S: Tensor  # its sequence * T + its position
+    size: tuple[int, int]  # B, and T tokens of the longest, at least 1
+
+    @staticmethod
+    def of(tapped_SLD: Tensor, next_tokens_S: Tensor, lengths_B: Sequence[int]) -> "PackedContext":
+        longest = max(1, *lengths_B)
+        positions = [torch.arange(length) for length in lengths_B]
+        places = [b * longest + position for b, position in enumerate(positions)]
+        return PackedContext(tapped_SLD, next_tokens_S, torch.cat(positions), torch.cat(places), (len(lengths_B), longest))
+
+    def padded(self, x_S: Tensor) -> Tensor:
+        """[S, ...] -> [B, T, ...], zeros beyond the end of a sequence."""
+        rest = x_S.shape[1:]
+        return x_S.new_zeros(math.prod(self.size), *rest).index_copy(0, self.places_S, x_S).view(*self.size, *rest)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> "PackedContext":
+        index = (x.to(device) for x in (self.next_tokens_S, self.positions_S, self.places_S))
+        return PackedContext(self.tapped_SLD.to(device, dtype), *index, self.size)
+
+
+@dataclass
+class TrainingBatch:
+    """Blocks of B sequences, padded to the most anchors."""
+
+    context: PackedContext
     anchors_BA: Tensor  # position of each anchor; 0 on padding, where no row is valid
     previous_BAK: Tensor  # ground-truth x_{k-1}, the anchor token for row 0 (teacher forcing); 0 on rows that do not count
     label_BAK: Tensor  # target ids; -1 on rows that do not count
@@ -66,8 +94,7 @@ class TrainingBatch:
         """Moves everything to a device, hidden states to the compute dtype."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         return TrainingBatch(
-            self.tapped_BTLD.to(device, dtype),
-            self.next_tokens_BT.to(device),
+            self.context.to(device, dtype),
             self.anchors_BA.to(device),
             self.previous_BAK.to(device),
             self.label_BAK.to(device),

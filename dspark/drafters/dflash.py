@@ -56,11 +56,9 @@ class DFlash(Drafter):
     # --- training -----------------------------------------------------------------------------------------------------
 
     def forward(self, batch: TrainingBatch) -> BlockOutput:
-        T = batch.tapped_BTLD.shape[1]
-        positions = torch.arange(T, device=batch.anchors_BA.device)
-        context = self._context(batch.tapped_BTLD, positions[None])
-        visible_BAT = positions[None, None] < batch.anchors_BA[..., None]
-        hidden_BAKD = self._blocks(batch.previous_BAK[..., 0], batch.anchors_BA, context, visible_BAT)
+        packed = batch.context
+        context = [(packed.padded(k), packed.padded(v)) for k, v in self._context(packed.tapped_SLD, packed.positions_S)]
+        hidden_BAKD = self._blocks(batch.previous_BAK[..., 0], batch.anchors_BA, context)
         step = self.markov_head.block(batch.previous_BAK, hidden_BAKD) if self.markov_head is not None else None
         return BlockOutput(hidden_BAKD, step.bias if step else None, self._confidence(hidden_BAKD, step))
 
@@ -83,9 +81,8 @@ class DFlash(Drafter):
     ) -> Proposal:
         """One parallel pass, then the sequential head token by token."""
         S = int(anchor_positions_B.max())
-        visible_BAT = (torch.arange(S, device=anchor_positions_B.device)[None] < anchor_positions_B[:, None])[:, None]
-        window = [(k[:, :S], v[:, :S]) for k, v in zip(context.keys, context.values, strict=True)]
-        hidden_BKD = self._blocks(anchor_tokens_B[:, None], anchor_positions_B[:, None], window, visible_BAT)[:, 0]
+        known = [(k[:, :S], v[:, :S]) for k, v in zip(context.keys, context.values, strict=True)]
+        hidden_BKD = self._blocks(anchor_tokens_B[:, None], anchor_positions_B[:, None], known)[:, 0]
         head, temperature = self.head, 0.0 if sampling.mode == "greedy" else sampling.temperature
         previous_B, step, tokens, probs, confidences = anchor_tokens_B, None, [], [], []
         base_BKW = head.logits(hidden_BKD)
@@ -106,21 +103,34 @@ class DFlash(Drafter):
     def _rotation(self, positions: Tensor) -> Rotation:
         return Rotation.at(positions, self.shape.rope, self.dtype)
 
-    def _context(self, tapped_BTLD: Tensor, positions_BT: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values [B, T, G, H] of H_ctx for each layer."""
-        hidden_BTD = self.hidden_norm(self.fc(tapped_BTLD.flatten(-2)))
-        rotation = self._rotation(positions_BT)
-        return [layer.self_attn.keys_values(hidden_BTD, rotation) for layer in cast(Iterable[DrafterLayer], self.layers)]
+    def _context(self, tapped: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values [..., G, H] of H_ctx for each layer, from states [..., L, D]."""
+        hidden = self.hidden_norm(self.fc(tapped.flatten(-2)))
+        rotation = self._rotation(positions)
+        return [layer.self_attn.keys_values(hidden, rotation) for layer in cast(Iterable[DrafterLayer], self.layers)]
 
-    def _blocks(self, anchor_tokens_BA: Tensor, anchors_BA: Tensor, context: list[tuple[Tensor, Tensor]], visible_BAT: Tensor) -> Tensor:
-        """The backbone's output after its final norm, [B, A, K, D]."""
+    def _visible(self, num_context: int, anchors_BA: Tensor) -> list[Tensor]:
+        """Of each layer, what a row sees of the context: all before the anchor, [B, A, 1, T], or what of it the window before
+        the row's own position reaches, [B, A, K, T]."""
+        position_T = torch.arange(num_context, device=anchors_BA.device)
+        whole = position_T < anchors_BA[..., None, None]
+        window, K = self.config.sliding_window, self.config.block_size
+        if window is None:
+            return [whole] * len(self.layers)
+        row_BAK = anchors_BA[..., None] + torch.arange(K, device=anchors_BA.device)
+        near = whole & (position_T > row_BAK[..., None] - window)
+        return [near if i in self.config.sliding_layers else whole for i in range(len(self.layers))]
+
+    def _blocks(self, anchor_tokens_BA: Tensor, anchors_BA: Tensor, context: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """The backbone's output after its final norm, [B, A, K, D], from each layer's keys and values [B, T, G, H]."""
         K = self.config.block_size
         token_BAK = anchor_tokens_BA.new_full((*anchor_tokens_BA.shape, K), self.mask_token_id)
         token_BAK[..., 0] = anchor_tokens_BA
         x_BAKD = self.embed(token_BAK)
         rotation = self._rotation(anchors_BA[..., None] + torch.arange(K, device=anchors_BA.device))
-        for layer, keys_values in zip(self.layers, context, strict=True):
-            x_BAKD = layer(x_BAKD, rotation, keys_values, visible_BAT)
+        visible = self._visible(context[0][0].shape[1], anchors_BA)
+        for layer, keys_values, visible_BAKT in zip(self.layers, context, visible, strict=True):
+            x_BAKD = layer(x_BAKD, rotation, keys_values, visible_BAKT)
         return self.norm(x_BAKD)
 
     def _confidence(self, hidden: Tensor, step: HeadStep | None) -> Tensor | None:

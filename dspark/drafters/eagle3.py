@@ -36,8 +36,8 @@ class Eagle3(Recurrent):
         assert isinstance(layer, Eagle3Layer)
         return layer
 
-    def first_state(self, tapped_BTLD: Tensor) -> Tensor:
-        return self.fc(tapped_BTLD.flatten(-2))
+    def first_state(self, tapped: Tensor) -> Tensor:
+        return self.fc(tapped.flatten(-2))
 
     def enter(self, embedded: Tensor, state: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         layer = self.layer

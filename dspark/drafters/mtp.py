@@ -32,8 +32,8 @@ class Mtp(Recurrent):
     def layer(self) -> RecurrentLayer:  # type: ignore[override]
         return self.mtp_block
 
-    def first_state(self, tapped_BTLD: Tensor) -> Tensor:
-        return rms_norm(tapped_BTLD[..., -1, :], self.target_norm_D, self.shape.norm_epsilon, self.shape.norm_weight_offset)
+    def first_state(self, tapped: Tensor) -> Tensor:
+        return rms_norm(tapped[..., -1, :], self.target_norm_D, self.shape.norm_epsilon, self.shape.norm_weight_offset)
 
     def enter(self, embedded: Tensor, state: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         embedded = embedded * (positions > 0)[..., None]

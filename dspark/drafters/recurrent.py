@@ -41,7 +41,7 @@ class RecurrentLayer(nn.Module):
         self.mlp = MLP(shape.width, shape.mlp_width)
 
     def forward(
-        self, x_BAD: Tensor, residual_BAD: Tensor, rotation: Rotation, own: list[tuple[Tensor, Tensor]], context: tuple[Tensor, Tensor], visible_BAT: Tensor
+        self, x_BAD: Tensor, residual_BAD: Tensor, rotation: Rotation, own: list[tuple[Tensor, Tensor]], context: tuple[Tensor, Tensor], visible_BAKT: Tensor
     ) -> Tensor:  # fmt: skip
         """One step of every block; `own`: keys and values [B, A, G, H] of its earlier steps and of this one."""
         attention = self.self_attn
@@ -50,7 +50,7 @@ class RecurrentLayer(nn.Module):
         keys, values = (
             (torch.stack(part, dim=2) for part in zip(*own, strict=True)) if own else (query.new_empty(size), query.new_empty(size))
         )
-        y_BAD = residual_BAD + attention.o_proj(attend(query, keys, values, *context, visible_BAT))[:, :, 0]
+        y_BAD = residual_BAD + attention.o_proj(attend(query, keys, values, *context, visible_BAKT))[:, :, 0]
         return y_BAD + self.mlp(self.post_attention_layernorm(y_BAD))
 
 
@@ -63,8 +63,8 @@ class Recurrent(Drafter):
     def make_parameters(self, shape: TargetShape, tables: FrozenTables) -> None:
         self.norm = RMSNorm(shape.width, shape.norm_epsilon)
 
-    def first_state(self, tapped_BTLD: Tensor) -> Tensor:
-        """What row t of the context is fed besides a token, [B, T, D]."""
+    def first_state(self, tapped: Tensor) -> Tensor:
+        """What rows of the context are fed besides a token, [..., D], from states [..., L, D]."""
         raise NotImplementedError
 
     def enter(self, embedded: Tensor, state: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,10 +72,10 @@ class Recurrent(Drafter):
         raise NotImplementedError
 
     def forward(self, batch: TrainingBatch) -> BlockOutput:
-        positions_T = torch.arange(batch.tapped_BTLD.shape[1], device=batch.anchors_BA.device)
-        state_BTD = self.first_state(batch.tapped_BTLD)
-        context = self._context(state_BTD, batch.next_tokens_BT, positions_T[None])
-        block = _Block(self, context, state_BTD, batch.anchors_BA)
+        packed = batch.context
+        state_SD = self.first_state(packed.tapped_SLD)
+        keys_SGH, values_SGH = self._context(state_SD, packed.next_tokens_S, packed.positions_S)
+        block = _Block(self, (packed.padded(keys_SGH), packed.padded(values_SGH)), packed.padded(state_SD), batch.anchors_BA)
         rows = [block.step(batch.previous_BAK[..., k]) for k in range(self.config.block_size)]
         return BlockOutput(torch.stack(rows, dim=2), None, None)
 
@@ -111,10 +111,10 @@ class Recurrent(Drafter):
     def rotation(self, positions: Tensor) -> Rotation:
         return Rotation.at(positions, self.shape.rope, self.dtype)
 
-    def _context(self, state_BTD: Tensor, next_tokens_BT: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, T, G, H] of the context's rows."""
-        x_BTD, _ = self.enter(self.embed(next_tokens_BT), state_BTD, positions_BT)
-        return self.layer.self_attn.keys_values(x_BTD, self.rotation(positions_BT))
+    def _context(self, state: Tensor, next_tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [..., G, H] of the context's rows."""
+        x, _ = self.enter(self.embed(next_tokens), state, positions)
+        return self.layer.self_attn.keys_values(x, self.rotation(positions))
 
 
 class _Block:
@@ -124,7 +124,7 @@ class _Block:
         self._drafter, self._context, self._own = drafter, context, list[tuple[Tensor, Tensor]]()
         self._row_BA = (anchors_BA - 1).clamp_min(0)  # the anchor of padding is 0: its rows do not count, but must be finite
         positions_T = torch.arange(state_BTD.shape[1], device=anchors_BA.device)
-        self._visible_BAT = positions_T <= self._row_BA[..., None]
+        self._visible_BAKT = positions_T <= self._row_BA[..., None, None]
         self._state_BAD = state_BTD.gather(1, self._row_BA[..., None].expand(-1, -1, state_BTD.shape[-1]))
         self._num_steps = 0
 
@@ -136,6 +136,6 @@ class _Block:
         if self._num_steps:  # the first row's keys and values are the context's
             keys, values = drafter.layer.self_attn.keys_values(x_BAD[:, :, None], rotation)
             self._own.append((keys[:, :, 0], values[:, :, 0]))
-        self._state_BAD = drafter.layer(x_BAD, residual_BAD, rotation, self._own, self._context, self._visible_BAT)
+        self._state_BAD = drafter.layer(x_BAD, residual_BAD, rotation, self._own, self._context, self._visible_BAKT)
         self._num_steps += 1
         return drafter.norm(self._state_BAD)

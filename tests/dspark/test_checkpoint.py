@@ -84,7 +84,7 @@ def test_drafter_of_another_target_is_refused_with_both_hashes(tmp_path):
 def test_drafter_of_another_format_version_is_refused(tmp_path):
     storage, path = _save(tmp_path, tiny.drafter("dflash")), tmp_path / "best" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": 9}))
-    with pytest.raises(ValueError, match="format version 9, this version reads 1"):
+    with pytest.raises(ValueError, match="format version 9, this version reads 2"):
         load_drafter(storage, "best", _head(), SHA, torch.float64)
 
 

@@ -316,11 +316,15 @@ def test_batch_of_rows_equals_a_loop_over_blocks_and_labels(form):
     anchors = [draw_anchors(row.loss_mask_T, num_anchors, np.random.default_rng((9, i))).tolist() for i, row in enumerate(sequences)]
     assert [len(a) for a in anchors] == [2, 3, 0, 3, 0]
     num_counting = 0
-    assert batch.tapped_BTLD.shape == (5, max(max(a, default=0) for a in anchors), len(tiny.TAPPED), tiny.SHAPE.width)
+    ends = [max(a, default=0) for a in anchors]  # nothing sees a token at or after the last anchor
+    tapped, next_tokens = tiny.contexts(batch)
+    assert batch.context.tapped_SLD.shape == (sum(ends), len(tiny.TAPPED), tiny.SHAPE.width)
+    assert tapped.shape[:2] == (5, max(ends))
     for b, row in enumerate(sequences):
-        mask, seen = row.loss_mask_T.tolist(), max(anchors[b], default=0)
-        assert torch.equal(batch.tapped_BTLD[b, :seen].double(), tiny.values(row.tapped_PLD)[:seen])
-        assert torch.isfinite(batch.tapped_BTLD[b]).all()
+        mask, seen = row.loss_mask_T.tolist(), ends[b]
+        assert torch.equal(tapped[b, :seen].double(), tiny.values(row.tapped_PLD)[:seen])
+        assert next_tokens[b, :seen].tolist() == row.token_ids_T[1 : seen + 1].tolist()
+        assert not tapped[b, seen:].any()
         final_rows = [j for j in range(len(mask) - 1) if mask[j + 1]]
         for i in range(num_anchors):
             if i >= len(anchors[b]):
@@ -352,7 +356,8 @@ def test_batch_without_any_anchor_has_shapes_and_no_valid_row():
     batch = build_batch([(tiny.row("none", tiny.loss_mask(3, 1), 1), (0,)), (tiny.row("prompt", tiny.loss_mask(3, 0), 2), (1,))], 5, 4)
     assert batch.valid_BAK.shape == (2, 1, 4)
     assert not batch.valid_BAK.any()
-    assert torch.isfinite(batch.tapped_BTLD).all()
+    assert batch.context.size == (2, 1)
+    assert len(batch.context.tapped_SLD) == 0
     assert torch.isfinite(batch.final_BAKD).all()
 
 
@@ -374,7 +379,11 @@ def test_anchors_of_a_sequence_do_not_depend_on_its_neighbours():
 
 def test_batch_moved_to_a_compute_dtype_keeps_integers_and_widens_sums():
     batch = build_batch([(row, (1, i)) for i, row in enumerate(tiny.rows(2, 0))], 3, 4).to(torch.device("cpu"), torch.bfloat16)
-    assert (batch.tapped_BTLD.dtype, batch.final_BAKD.dtype, batch.log_sum_exp_BAK.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
+    assert (batch.context.tapped_SLD.dtype, batch.final_BAKD.dtype, batch.log_sum_exp_BAK.dtype) == (
+        torch.bfloat16,
+        torch.bfloat16,
+        torch.float32,
+    )
     assert (batch.label_BAK.dtype, batch.valid_BAK.dtype) == (torch.int64, torch.bool)
     assert batch.top_ids_BAKC is batch.top_logits_BAKC is None
     rows = tiny.rows(2, 0, tiny.TOPK)

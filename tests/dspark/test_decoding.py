@@ -16,7 +16,7 @@ import torch
 from dspark.config import DFlashConfig, DSparkConfig, Eagle3Config, MtpConfig
 from dspark.decoding import DecodingConfig, Request, decode
 from dspark.drafters import build_drafter
-from dspark.drafters.base import DraftSampling, TrainingBatch
+from dspark.drafters.base import DraftSampling, PackedContext, TrainingBatch
 from dspark.sampling import distribution
 from dspark.target import TransformersTarget, load_head
 from dspark.trace import every_position
@@ -28,9 +28,10 @@ FLOATS = ("draft_probs", "target_probs", "confidence_logits")
 
 
 CONFIGS = {
-    "dspark": DSparkConfig("dspark", 2, K, None, "markov", markov_rank=V),
-    "rnn": DSparkConfig("dspark", 2, K, None, "rnn", markov_rank=5),
-    "dflash": DFlashConfig("dflash", 2, K, None),
+    "dspark": DSparkConfig("dspark", 2, K, None, "markov", V, (), None),
+    "rnn": DSparkConfig("dspark", 2, K, None, "rnn", 5, (), None),
+    "dflash": DFlashConfig("dflash", 2, K, None, (), None),
+    "sliding": DFlashConfig("dflash", 2, K, None, (0,), 4),
     "eagle3": Eagle3Config("eagle3", K, None),
     "mtp": MtpConfig("mtp", 1, None),
 }
@@ -224,8 +225,8 @@ def test_rounds_hold_the_probabilities_of_a_teacher_forced_pass(tiny_target, kin
         for r in completion.rounds:
             a = r.context_length_tokens
             previous = torch.tensor([[[r.anchor_token, *r.draft_tokens[:-1]]]])
-            following, tapped = torch.tensor([text[1 : a + 1]]), states.tapped_BTLD[None, :a]
-            batch = TrainingBatch(tapped, following, torch.tensor([[a]]), previous, previous, previous >= 0, None, None)
+            context = PackedContext.of(states.tapped_BTLD[:a], torch.tensor(text[1 : a + 1]), [a])
+            batch = TrainingBatch(context, torch.tensor([[a]]), previous, previous, previous >= 0, None, None)
             with torch.no_grad():
                 output, temperature = drafter(batch), 0.7 if mode == "probabilistic" else 0.0
                 p_draft = distribution(drafter.head.logits(output.hidden_BAKD, output.bias_BAKR)[0, 0], temperature)

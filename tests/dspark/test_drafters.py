@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspark.blocks import attention_mask
-from dspark.drafters.base import INIT_STD, ContextRows, DraftSampling, TrainingBatch
+from dspark.drafters.base import INIT_STD, ContextRows, DraftSampling, PackedContext, TrainingBatch
 from dspark.sampling import distribution, draw
 from tests import oracles
 from tests.dspark import tiny
@@ -29,7 +29,7 @@ def _batch(anchors_BA, num_tokens, seed=0, num_tapped=L, block_size=K):
     next_tokens, anchors = torch.from_numpy(generator.integers(0, tiny.MASK, (B, num_tokens))), torch.tensor(anchors_BA)
     previous[..., 0] = next_tokens.gather(1, (anchors - 1).clamp_min(0))
     valid = torch.ones(B, A, block_size, dtype=torch.bool)
-    return TrainingBatch(normal[0], next_tokens, anchors, previous, label, valid, normal[2] + 5.0, normal[1])
+    return TrainingBatch(tiny.packed(normal[0], next_tokens), anchors, previous, label, valid, normal[2] + 5.0, normal[1])
 
 
 def _recurrent_batch(kind, anchors_BA, num_tokens, seed=0):
@@ -45,11 +45,23 @@ def test_training_pass_equals_the_dense_oracle(kind, draft_ids, shape):
     for b in range(2):
         anchors = batch.anchors_BA[b].tolist()
         mask = attention_mask(np.array(anchors), 7, K)
-        wanted = oracles.drafter_rows(drafter, batch.tapped_BTLD[b], anchors, batch.previous_BAK[b].tolist(), mask)
+        wanted = oracles.drafter_rows(drafter, tiny.contexts(batch)[0][b], anchors, batch.previous_BAK[b].tolist(), mask)
         assert torch.allclose(tiny.draft_logits(drafter, batch)[b], wanted.logits_AKW, atol=1e-10)
         if kind != "dflash":
             assert torch.allclose(output.confidence_logits_BAK[b], wanted.confidence_AK, atol=1e-10)
     assert (output.confidence_logits_BAK is None) == (kind == "dflash")
+
+
+def test_row_of_a_sliding_layer_sees_the_window_before_its_own_position():
+    drafter, batch, anchors, T = tiny.drafter("sliding"), _batch([[2, 3, 7]], num_tokens=7), [2, 3, 7], 7
+    whole = attention_mask(np.array(anchors), T, K)
+    near = whole.copy()
+    for row, (a, k) in enumerate((a, k) for a in anchors for k in range(K)):
+        near[row, :T] = [t < a and a + k - t < 3 for t in range(T)]  # the window of 3 counts the row's own position
+    assert near[:, :T].sum(1).tolist() == [2, 1, 0, 0] * 3
+    wanted = oracles.drafter_rows(drafter, batch.context.tapped_SLD, anchors, batch.previous_BAK[0].tolist(), whole, near)
+    assert torch.allclose(tiny.draft_logits(drafter, batch)[0], wanted.logits_AKW, atol=1e-10)
+    assert not torch.allclose(tiny.draft_logits(tiny.drafter("dspark"), batch)[0], wanted.logits_AKW, atol=1e-4)
 
 
 @pytest.mark.parametrize("shape", [tiny.SHAPE, tiny.CAPPED, OFFSET], ids=["plain", "soft_capped", "norm_offset"])
@@ -59,8 +71,38 @@ def test_training_pass_of_a_recurrent_drafter_equals_the_oracle_step_by_step(kin
     drafter, batch = tiny.drafter(kind, draft_ids, shape), _recurrent_batch(kind, [[2, 3, 7], [1, 5, 6]], num_tokens=7)
     logits = tiny.draft_logits(drafter, batch)
     for b in range(2):
-        given_tokens = batch.next_tokens_BT[b].tolist(), batch.anchors_BA[b].tolist(), batch.previous_BAK[b].tolist()
-        assert torch.allclose(logits[b], oracles.recurrent_rows(drafter, batch.tapped_BTLD[b], *given_tokens), atol=1e-10)
+        tapped, next_tokens = (x[b] for x in tiny.contexts(batch))
+        given = next_tokens.tolist(), batch.anchors_BA[b].tolist(), batch.previous_BAK[b].tolist()
+        assert torch.allclose(logits[b], oracles.recurrent_rows(drafter, tapped, *given), atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *RECURRENT])
+def test_packed_sequences_give_what_each_gives_alone(kind):
+    """Values and gradients; lengths from none at all to the longest, contexts end where the last block hangs."""
+    drafter, K = tiny.drafter(kind), tiny.CONFIGS[kind].block_size
+    whole = _recurrent_batch(kind, [[2, 9, 4], [3, 1, 2], [0, 0, 0], [6, 6, 5]], num_tokens=9)
+    tapped, next_tokens = tiny.contexts(whole)
+    lengths = whole.anchors_BA.amax(1).tolist()
+
+    def batch(rows):
+        parts = [x[b, : lengths[b]] for x in (tapped, next_tokens) for b in rows]
+        context = PackedContext.of(torch.cat(parts[: len(rows)]), torch.cat(parts[len(rows) :]), [lengths[b] for b in rows])
+        fields = (whole.anchors_BA, whole.previous_BAK, whole.label_BAK, whole.valid_BAK, whole.log_sum_exp_BAK, whole.final_BAKD)
+        return TrainingBatch(context, *(field[rows] for field in fields))
+
+    def logits_and_gradients(rows):
+        drafter.zero_grad()
+        logits = tiny.draft_logits(drafter, batch(rows))
+        (logits * torch.sin(torch.arange(logits[0].numel(), dtype=logits.dtype)).view(logits[0].shape)).sum().backward()
+        return logits.detach(), [torch.zeros_like(p) if p.grad is None else p.grad for p in drafter.parameters()]
+
+    together, gradients = logits_and_gradients([0, 1, 2, 3])
+    alone = [logits_and_gradients([b]) for b in range(4)]
+    assert torch.allclose(together, torch.cat([logits for logits, _ in alone]), atol=1e-12)
+    for found, *parts in zip(gradients, *(each for _, each in alone), strict=True):
+        assert torch.allclose(found, sum(parts), atol=1e-11)
+    assert together.shape[:3] == (4, 3, K)
+    assert len(batch([0, 1, 2, 3]).context.tapped_SLD) == sum(lengths) == 18 < tapped[..., 0, 0].numel()
 
 
 @pytest.mark.parametrize("kind", ["dspark", *RECURRENT])
@@ -71,9 +113,9 @@ def test_training_pass_with_the_rotary_embedding_of_a_target_equals_the_oracle(r
     anchors, previous = batch.anchors_BA[0].tolist(), batch.previous_BAK[0].tolist()
     if kind == "dspark":
         mask = attention_mask(np.array(anchors), 7, K)
-        wanted = oracles.drafter_rows(drafter, batch.tapped_BTLD[0], anchors, previous, mask).logits_AKW
+        wanted = oracles.drafter_rows(drafter, batch.context.tapped_SLD, anchors, previous, mask).logits_AKW
     else:
-        wanted = oracles.recurrent_rows(drafter, batch.tapped_BTLD[0], batch.next_tokens_BT[0].tolist(), anchors, previous)
+        wanted = oracles.recurrent_rows(drafter, batch.context.tapped_SLD, batch.context.next_tokens_S.tolist(), anchors, previous)
     found = tiny.draft_logits(drafter, batch)
     assert torch.allclose(found[0], wanted, atol=1e-10)
     assert not torch.allclose(found, tiny.draft_logits(tiny.drafter(kind, tiny.REDUCED), batch), atol=1e-4)
@@ -89,12 +131,12 @@ def test_training_pass_with_the_rotary_embedding_of_a_target_equals_the_oracle(r
 def test_state_or_token_changed_moves_exactly_the_blocks_of_a_recurrent_drafter_that_have_seen_it(kind, anchors, position, seed):
     drafter, batch = tiny.drafter(kind), _recurrent_batch(kind, [anchors], num_tokens=9, seed=seed)
     before = tiny.draft_logits(drafter, batch)
-    batch.tapped_BTLD[0, position] += 1.0
+    batch.context.tapped_SLD[position] += 1.0
     moved = (tiny.draft_logits(drafter, batch) != before)[0].any(-1).any(-1).tolist()
     assert moved == [position < anchor for anchor in anchors]
-    batch.tapped_BTLD[0, position] -= 1.0
+    batch.context.tapped_SLD[position] -= 1.0
     before = tiny.draft_logits(drafter, batch)
-    batch.next_tokens_BT[0, position] = (batch.next_tokens_BT[0, position] + 1) % tiny.MASK
+    batch.context.next_tokens_S[position] = (batch.context.next_tokens_S[position] + 1) % tiny.MASK
     moved = (tiny.draft_logits(drafter, batch) != before)[0].any(-1).any(-1).tolist()
     # The row before the anchor is fed the anchor token, which the block has of its own.
     assert all(position < anchor for anchor, has_moved in zip(anchors, moved, strict=True) if has_moved)
@@ -215,7 +257,7 @@ _anchors = st.lists(st.integers(0, 9), min_size=1, max_size=4)
 def test_tapped_state_changed_anywhere_moves_exactly_the_blocks_anchored_after_it(anchors, position, layer, seed):
     drafter, batch = tiny.drafter("dspark"), _batch([anchors], num_tokens=9, seed=seed)
     before = drafter(batch)
-    batch.tapped_BTLD[0, position, layer] += 1.0
+    batch.context.tapped_SLD[position, layer] += 1.0
     after = drafter(batch)
     for i, anchor in enumerate(anchors):
         same = [torch.equal(getattr(before, f)[0, i], getattr(after, f)[0, i]) for f in ("hidden_BAKD", "confidence_logits_BAK")]
@@ -246,11 +288,12 @@ def test_markov_bias_of_a_row_depends_on_its_own_previous_token_alone():
 
 def _context(drafter, batch, pieces):
     """The draft context, added in pieces of these lengths."""
-    num_rows, num_tokens = batch.next_tokens_BT.shape
+    tapped, next_tokens = tiny.contexts(batch)
+    num_rows, num_tokens = next_tokens.shape
     context, start = drafter.new_context(num_rows, num_tokens + K + 1), 0
     for length in pieces:
         part, positions = slice(start, start + length), torch.arange(start, start + length).expand(num_rows, -1)
-        drafter.extend_context(context, ContextRows(batch.tapped_BTLD[:, part], batch.next_tokens_BT[:, part], positions))
+        drafter.extend_context(context, ContextRows(tapped[:, part], next_tokens[:, part], positions))
         start += length
     return context
 

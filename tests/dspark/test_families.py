@@ -10,7 +10,7 @@ import shutil
 import pytest
 import torch
 
-from dspark.config import LinearScaling, Llama3Scaling, Rope, YarnScaling
+from dspark.config import LinearScaling, Llama3Scaling, ProportionalScaling, Rope, YarnScaling
 from dspark.families import check_tapped_layers, target_shape
 from dspark.layers import Rotation, inverse_frequencies
 from dspark.target import load_head, read_shape
@@ -112,6 +112,19 @@ def test_rotation_from_a_config_equals_the_module_of_transformers(model_type, ro
         assert torch.allclose(ours.float(), theirs, atol=2e-2)  # its angles are fp32: 40,000 radians are within 0.004
 
 
+@pytest.mark.parametrize("factor", [1.0, 4.0])
+def test_proportional_frequencies_equal_those_of_transformers(factor):
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25, "factor": factor}
+    config = LlamaConfig(hidden_size=256, num_attention_heads=4, head_dim=64, rope_parameters=rope)
+    wanted, attention_factor = ROPE_INIT_FUNCTIONS["proportional"](config, CPU)
+    assert attention_factor == 1.0
+    assert torch.allclose(inverse_frequencies(target_shape({**LLAMA, "rope_parameters": rope}).rope, torch.float32, CPU), wanted)
+    assert (wanted > 0).tolist() == [True] * 8 + [False] * 24
+
+
 OLD = {k: v for k, v in LLAMA.items() if k != "rope_parameters"} | {"rope_theta": 1e6, "max_position_embeddings": 4096}
 YARN_ROPE = YarnScaling("yarn", 4.0, 0.1 * math.log(4.0) + 1.0, 32.0, 1.0, 32768, truncate=True)
 
@@ -130,12 +143,16 @@ YARN_ROPE = YarnScaling("yarn", 4.0, 0.1 * math.log(4.0) + 1.0, 32.0, 1.0, 32768
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}, Rope(1e6, 16, None)),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}, "partial_rotary_factor": 0.5}, Rope(1e6, 32, LinearScaling("linear", 2.0))),
         ({"rope_parameters": GEMMA}, Rope(1e6, 64, LinearScaling("linear", 8.0))),
+        (
+            {"rope_parameters": {**GEMMA, "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25}}},
+            Rope(1e6, 64, ProportionalScaling("proportional", 1.0, 8)),
+        ),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_theta": 1e4}}}, Rope(1e6, 64, None)),
         ({"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 1e4}, Rope(1e6, 64, LinearScaling("linear", 8.0))),
     ],
     ids=[
         "transformers 4", "type", "null and length above", "length of the model", "linear", "llama3", "both", "transformers 5", "partial",
-        "partial outside", "gemma3", "theta outside", "gemma3 of transformers 4",
+        "partial outside", "gemma3", "gemma4", "theta outside", "gemma3 of transformers 4",
     ],
 )  # fmt: skip
 def test_rope_of_either_spelling_is_read(changes, wanted):
@@ -146,13 +163,12 @@ def test_rope_of_either_spelling_is_read(changes, wanted):
     ("changes", "message"),
     [
         *(
-            ({"rope_scaling": {name: kind, "factor": 4.0}}, rf"rope_scaling\.rope_type: '{kind}': one of default, linear, llama3, yarn\. Fix: ")
+            ({"rope_scaling": {name: kind, "factor": 4.0}}, rf"rope_scaling\.rope_type: '{kind}': one of default, linear, llama3, yarn, proportional\. Fix: ")
             for name, kind in (("type", "dynamic"), ("rope_type", "longrope"), ("type", "su"), ("rope_type", "ntk"))
         ),
-        # Gemma 4's own: its full-attention heads are of another width, too.
         (
-            {"rope_parameters": {**GEMMA, "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25}}},
-            r"rope_parameters\.full_attention\.rope_type: 'proportional': one of default,",
+            {"rope_parameters": {**GEMMA, "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.02}}},
+            r"rope_parameters\.full_attention\.partial_rotary_factor: 0\.02: turns some, at most all, of a head's 32 pairs, not 0",
         ),
         ({"rope_parameters": {"sliding_attention": {"rope_type": "default"}}}, r"rope_parameters\.full_attention: None: a mapping"),
         ({"rope_theta": None}, r"rope_parameters\.rope_theta: None: a number above 0\. Fix: "),

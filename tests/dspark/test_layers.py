@@ -60,7 +60,7 @@ def test_attend_to_context_and_own_block_equals_dense_attention_under_the_mask(n
     own_key, own_value = (_random(2, A, K, num_kv_heads, H, seed=s) for s in (1, 2))
     context_key, context_value = (_random(2, T, num_kv_heads, H, seed=s) for s in (3, 4))
     orders = [anchors, anchors[::-1]]  # the two sequences see different things
-    visible = torch.arange(T) < torch.tensor(orders)[..., None]
+    visible = torch.arange(T) < torch.tensor(orders)[..., None, None]
     found = attend(query, own_key, own_value, context_key, context_value, visible)
     for b, order in enumerate(orders):
         keys, values = (torch.cat([c[b], o[b].flatten(0, 1)]) for c, o in ((context_key, own_key), (context_value, own_value)))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dspark.config import LossConfig
-from dspark.drafters.base import BlockOutput, DraftHead, TrainingBatch
+from dspark.drafters.base import BlockOutput, DraftHead, PackedContext, TrainingBatch
 from dspark.losses import Denominators, block_losses, loss_weights
 from tests import oracles
 
@@ -16,8 +16,9 @@ def _batch(label_BAK, valid_BAK, log_sum_exp_BAK=None, final_BAKD=None):
     """Only what the loss reads of a batch is real."""
     nothing = torch.zeros(0)
     anchors = torch.zeros(label_BAK.shape[:2], dtype=torch.long)
+    context = PackedContext.of(nothing, nothing, [0] * len(anchors))
     return TrainingBatch(
-        nothing, nothing, anchors, nothing, label_BAK, valid_BAK, nothing if log_sum_exp_BAK is None else log_sum_exp_BAK, final_BAKD
+        context, anchors, nothing, label_BAK, valid_BAK, nothing if log_sum_exp_BAK is None else log_sum_exp_BAK, final_BAKD
     )
 
 

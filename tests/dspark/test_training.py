@@ -82,7 +82,7 @@ def test_first_step_has_the_loss_of_the_oracle_from_cache_to_total(data, tmp_pat
     draws = data.order.draws(0, config.batch_sequences)
     for row, draw in zip(data.train.read(draws), draws, strict=True):
         one = build_batch([(row, draw.anchor_seed)], config.num_anchors, tiny.BLOCK)
-        anchors, tapped = one.anchors_BA[0].tolist(), one.tapped_BTLD[0].double()
+        anchors, tapped = one.anchors_BA[0].tolist(), one.context.tapped_SLD.double()
         mask = attention_mask(one.anchors_BA[0].numpy(), len(tapped), tiny.BLOCK)
         output = oracles.drafter_rows(drafter, tapped, anchors, one.previous_BAK[0].tolist(), mask)
         target = one.final_BAKD[0].double() @ tiny.tables().lm_head_VD.T

@@ -21,6 +21,7 @@ from dspark.config import (
     Llama3Scaling,
     LossConfig,
     MtpConfig,
+    ProportionalScaling,
     Rope,
     TargetShape,
     TrainingConfig,
@@ -28,7 +29,7 @@ from dspark.config import (
 )
 from dspark.data import CachedRows, RowOrder
 from dspark.drafters import build_drafter
-from dspark.drafters.base import Drafter, FrozenTables, TrainingBatch
+from dspark.drafters.base import Drafter, FrozenTables, PackedContext, TrainingBatch
 from dspark.losses import Denominators, Losses, block_losses, loss_weights
 from dspark.losses import target_probs as losses_target_probs
 from dspark.states import States, encode
@@ -45,6 +46,7 @@ ROPES = {
     "llama3": Rope(100.0, 6, Llama3Scaling("llama3", 8.0, 1.0, 4.0, 40)),
     "yarn": Rope(100.0, 6, YarnScaling("yarn", 4.0, 1.25, 4.0, 0.5, 30, truncate=False)),
     "yarn_truncated": Rope(100.0, 6, YarnScaling("yarn", 4.0, 1.25, 4.0, 0.5, 30, truncate=True)),
+    "proportional": Rope(100.0, 6, ProportionalScaling("proportional", 2.0, 2)),
     "partial": Rope(100.0, 4, None),
     "partial_yarn": Rope(100.0, 4, YarnScaling("yarn", 4.0, 1.25, 4.0, 0.5, 30, truncate=False)),
 }
@@ -59,17 +61,28 @@ FP8 = CacheFormat("fp8", "final", 0)
 TOPK = CacheFormat("bf16", "topk", 5)
 ENGINE = "noise 1"
 CONFIGS: dict[str, DrafterConfig] = {
-    "dflash": DFlashConfig("dflash", num_layers=2, block_size=BLOCK, draft_vocab_size=None),
+    "dflash": DFlashConfig("dflash", 2, BLOCK, None, (), None),
     **{
-        name: DSparkConfig("dspark", num_layers=2, block_size=BLOCK, draft_vocab_size=None, sequential_head=head, markov_rank=rank)
+        name: DSparkConfig("dspark", 2, BLOCK, None, head, rank, (), None)
         for name, head, rank in (("dspark", "markov", 5), ("gated", "gated", 5), ("rnn", "rnn", 5), ("headless", "none", 0))
     },
 }
+CONFIGS |= {"sliding": DSparkConfig("dspark", 2, BLOCK, None, "markov", 5, (1,), 3)}
 CONFIGS |= {"eagle3": Eagle3Config("eagle3", BLOCK, None), "mtp": MtpConfig("mtp", 1, None)}
 TRAINING = TrainingConfig(
     lr=3e-3, muon_lr=None, num_steps=20, warmup_fraction=0.2, weight_decay=0.0, clip_norm=1.0, batch_sequences=4, num_anchors=6, precision="fp64", seed=7,
     window_shards=2, row_uses=1, select_every_steps=5, checkpoint_every_steps=10, loss=LossConfig(alpha_ce=0.1, alpha_soft_ce=0.0, alpha_tv=0.9, alpha_confidence=1.0, position_decay=4.0),
 )  # fmt: skip
+
+
+def packed(tapped_BTLD: Tensor, next_tokens_BT: Tensor) -> PackedContext:
+    """Contexts of equal length, one after the other."""
+    return PackedContext.of(tapped_BTLD.flatten(0, 1), next_tokens_BT.flatten(), [tapped_BTLD.shape[1]] * len(tapped_BTLD))
+
+
+def contexts(batch: TrainingBatch) -> tuple[Tensor, Tensor]:
+    """States [B, T, L, D] and following tokens [B, T] of a batch, padded."""
+    return batch.context.padded(batch.context.tapped_SLD), batch.context.padded(batch.context.next_tokens_S)
 
 
 def tapped_layers(kind: str) -> tuple[int, ...]:
