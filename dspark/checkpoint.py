@@ -70,7 +70,7 @@ def load_drafter(storage: Storage, folder: str, head: TargetHead, target_weights
     tensors = load_safetensors(storage.read(f"{folder}/model.safetensors"))
     offsets = tensors.pop("d2t", None)
     draft_ids = None if offsets is None else offsets + torch.arange(len(offsets))
-    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in config["drafter"].items()}
+    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in config["drafter"].items()}
     drafter_config = CONFIGS[config["drafter"]["kind"]](**fields)
     drafter = build_drafter(drafter_config, head.shape, tuple(config["tapped_layers"]), config["mask_token_id"], head.tables, draft_ids)
     drafter.to(dtype).load_state_dict(tensors)

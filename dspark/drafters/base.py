@@ -65,8 +65,8 @@ class PackedContext:
         return x_S.new_zeros(math.prod(self.size), *rest).index_copy(0, self.places_S, x_S).view(*self.size, *rest)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "PackedContext":
-        index = (x.to(device) for x in (self.next_tokens_S, self.positions_S, self.places_S))
-        return PackedContext(self.tapped_SLD.to(device, dtype), *index, self.size)
+        next_tokens, positions, places = (x.to(device) for x in (self.next_tokens_S, self.positions_S, self.places_S))
+        return PackedContext(self.tapped_SLD.to(device, dtype), next_tokens, positions, places, self.size)
 
 
 @dataclass
