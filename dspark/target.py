@@ -57,6 +57,10 @@ class TargetHead:
     def dtype(self) -> torch.dtype:
         return self.tables.norm_D.dtype
 
+    @property
+    def device(self) -> torch.device:
+        return self.tables.norm_D.device
+
     def normalise(self, hidden: Tensor) -> Tensor:
         """The target's final norm, for engines that return the state before it."""
         return rms_norm(hidden, self.tables.norm_D, self.shape.norm_epsilon, self.shape.norm_weight_offset)
@@ -86,7 +90,7 @@ def read_shape(folder: Path) -> TargetShape:
     return target_shape(json.loads((folder / "config.json").read_text()))
 
 
-def load_head(folder: Path, dtype: torch.dtype) -> TargetHead:
+def load_head(folder: Path, dtype: torch.dtype, device: torch.device | None = None) -> TargetHead:
     """Embedding, LM head (the embedding when tied) and final norm of a Hugging Face folder."""
     index = folder / "model.safetensors.index.json"
     files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else ["model.safetensors"]
@@ -96,7 +100,7 @@ def load_head(folder: Path, dtype: torch.dtype) -> TargetHead:
             for key in tensors.keys():  # noqa: SIM118 - not a dict
                 for wanted in ("embed_tokens.weight", "lm_head.weight", "model.norm.weight", "language_model.norm.weight"):
                     if key == wanted or key.endswith(f".{wanted}"):
-                        found[wanted.split(".")[-2]] = tensors.get_tensor(key).to(dtype)
+                        found[wanted.split(".")[-2]] = tensors.get_tensor(key).to(device, dtype)
     if "embed_tokens" not in found or "norm" not in found:
         raise ValueError(f"{folder}: no embedding or no final norm among its tensors. Fix: use a causal language model in safetensors form")
     tables = FrozenTables(found["embed_tokens"], found.get("lm_head", found["embed_tokens"]), found["norm"])

@@ -1,7 +1,8 @@
 """What every drafter is: its records and the interface that training and decoding use.
 
-Shapes: B sequences or requests, T context tokens, S context tokens of all sequences together, L tapped layers, D width, A anchors, K block positions, G key/value
-heads, H head width, V target vocabulary, W draft vocabulary (W = V unless it is reduced), C best logits kept.
+Shapes: B sequences or requests, T context tokens, S context tokens of all sequences together (of a DraftContext: the length
+there is room for), L tapped layers, D width, A anchors, K block positions, G key/value heads, H head width, V target
+vocabulary, W draft vocabulary (W = V unless it is reduced), C best logits kept.
 """
 
 import math

@@ -132,8 +132,8 @@ class Capture:
                         f"{path.name}: states belong to {len(states['token_ids'])} other tokens than the {len(token_ids)} asked for"
                     )
                 hidden_TLD = states["hidden_states"]
-                final_TD = self._head.normalise(hidden_TLD[:, -1].to(self._head.dtype))
-                yield hidden_TLD[:, : self._num_tapped].bfloat16(), final_TD.bfloat16()
+                final_TD = self._head.normalise(hidden_TLD[:, -1].to(self._head.device, self._head.dtype))
+                yield hidden_TLD[:, : self._num_tapped].bfloat16(), final_TD.bfloat16().cpu()
             for leftover in Path(self._folder.name).iterdir():
                 leftover.unlink()
 

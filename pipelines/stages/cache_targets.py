@@ -232,13 +232,15 @@ class Capturer:
     """Lives on one worker with one engine; makes units."""
 
     def __init__(self, settings: Settings) -> None:
+        import torch
+
         from dspark.layers import fast_dtype
         from dspark.target import load_head
 
         folder, config = local_folder(settings.target_uri), settings.config
         self._settings, self._config = settings, config
         self._out, self._corpus = open_storage(settings.out_uri), open_storage(settings.corpus_uri)
-        self._head = load_head(folder, fast_dtype())
+        self._head = load_head(folder, fast_dtype(), torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         self._files = lru_cache(CORPUS_FILES)(lambda file: read_shard(self._corpus, file))
         if not all(0 <= layer < self._head.shape.num_layers for layer in config.tapped_layers):
             raise ValueError(
@@ -322,7 +324,7 @@ def _cached_group(group: "Sequence[tuple[Mapping[str, Any], Tensor, Tensor]]", h
         logit_states.append(final_SD.to(head.dtype))
     if group:
         sizes = [len(part) for part in logit_states]
-        for cached, sums in zip(found, head.log_sum_exp(torch.cat(logit_states)).split(sizes), strict=True):
+        for cached, sums in zip(found, head.log_sum_exp(torch.cat(logit_states).to(head.device)).cpu().split(sizes), strict=True):
             cached.log_sum_exp_S = sums.numpy()
     if form.logits == "topk":
         for cached, states_SD in zip(found, logit_states, strict=True):
@@ -333,9 +335,9 @@ def _cached_group(group: "Sequence[tuple[Mapping[str, Any], Tensor, Tensor]]", h
 def _keep_best(cached: CacheRow, final_SD: "Tensor", head: "TargetHead", num_best: int) -> None:
     import torch
 
-    best = [head.logits(part).topk(num_best) for part in final_SD.split(LOGIT_ROWS)]
-    cached.top_ids_SC = torch.cat([part.indices for part in best]).int().numpy()
-    cached.top_logits_SC = torch.cat([part.values for part in best]).numpy()
+    best = [head.logits(part).topk(num_best) for part in final_SD.to(head.device).split(LOGIT_ROWS)]
+    cached.top_ids_SC = torch.cat([part.indices for part in best]).int().cpu().numpy()
+    cached.top_logits_SC = torch.cat([part.values for part in best]).cpu().numpy()
     mass_S = np.exp(cached.top_logits_SC - cached.log_sum_exp_S[:, None]).sum(-1, dtype=np.float64)
     assert cached.exactness is not None
     cached.exactness.missing_mass, cached.exactness.largest_missing_mass = float((1.0 - mass_S).sum()), float((1.0 - mass_S).max())
