@@ -3,8 +3,7 @@
 Tensor names are those of the released DSpark checkpoints (fc, hidden_norm, norm, layers.{i}.*, markov_head.*,
 confidence_head.*); the target's embedding and LM head are not stored. A reduced draft vocabulary is stored as `d2t`, int64
 *offsets*: target id = draft id + d2t[draft id]. config.json, format version 2: `format_version`, `drafter` (its config),
-`target` (its shape and weights hash), `tapped_layers` with `layer_convention`, `mask_token_id`, `sample_from_anchor`
-(always true: row k predicts token a+1+k), `provenance`.
+`target` (its shape and weights hash), `tapped_layers` with `layer_convention`, `mask_token_id`, `provenance`.
 """
 
 import dataclasses
@@ -46,7 +45,6 @@ def save_drafter(
         "tapped_layers": list(drafter.tapped_layers),
         "layer_convention": LAYER_CONVENTION,
         "mask_token_id": drafter.mask_token_id,
-        "sample_from_anchor": True,
         "provenance": dict(provenance),
     }
     names = [f"{folder}/model.safetensors", f"{folder}/config.json"]

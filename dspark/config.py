@@ -9,12 +9,13 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class DFlashConfig:
-    """Block-parallel drafter without sequential or confidence head (anchor-first layout: row k predicts token a+1+k)."""
+    """Block-parallel drafter without sequential or confidence head."""
 
     kind: Literal["dflash"]
     num_layers: int
-    block_size: int  # K = gamma: draft tokens a block
+    block_size: int  # K = gamma: draft tokens a block, in either layout
     draft_vocab_size: int | None  # most frequent response tokens kept; None = the target's whole vocabulary
+    sample_from_anchor: bool  # the anchor's row predicts the first draft token; False (1+N): it predicts none, one row more does
     sliding_layers: tuple[int, ...]  # whose rows see the last `sliding_window` positions alone; the others see everything
     sliding_window: int | None  # None without such layers
 
@@ -29,7 +30,8 @@ class DSparkConfig:
     draft_vocab_size: int | None
     sequential_head: Literal["markov", "gated", "rnn", "none"]
     markov_rank: int  # of the sequential head; 0 with none
-    sliding_layers: tuple[int, ...]  # as DFlashConfig's
+    sample_from_anchor: bool  # these three as DFlashConfig's
+    sliding_layers: tuple[int, ...]
     sliding_window: int | None
 
 

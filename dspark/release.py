@@ -135,6 +135,9 @@ def _config(drafter: Drafter, head: TargetHead, target_config: Mapping[str, Any]
             "Qwen3DSparkModel knows the Markov head alone",
             "publish drafter.sequential_head=markov",
         )
+    if not config.sample_from_anchor:
+        rule = "a release is of the anchor-first layout, which both engines take for granted where a key is missing"
+        raise _error("drafter.sample_from_anchor", False, rule, "publish a drafter with drafter.sample_from_anchor=true")
     if config.sliding_layers:
         rule = "engines run sliding layers of a DSpark drafter causally, which it was not trained for"
         raise _error("drafter.sliding_layers", list(config.sliding_layers), rule, "publish a drafter with drafter.sliding_layers=[]")
@@ -231,7 +234,7 @@ def _check(files: Mapping[str, bytes]) -> None:
 def _check_tensors(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     shape, num_draft_ids = target_shape(config), config.get("draft_vocab_size")
     expected_config = DSparkConfig(
-        "dspark", config["num_hidden_layers"], config["block_size"], num_draft_ids, "markov", config["markov_rank"], (), None
+        "dspark", config["num_hidden_layers"], config["block_size"], num_draft_ids, "markov", config["markov_rank"], True, (), None
     )
     target = replace(shape, num_layers=config["num_target_layers"])
     with torch.device("meta"):  # names and shapes without memory

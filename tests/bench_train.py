@@ -144,7 +144,7 @@ def bench_step(dtype: torch.dtype, num_layers: int, rank: int, chunk_rows: int, 
         precision="bf16" if dtype == torch.bfloat16 else "fp32", seed=0, window_shards=1, row_uses=1, select_every_steps=100,
         checkpoint_every_steps=100, loss=LOSS,
     )  # fmt: skip
-    drafter_config = DSparkConfig("dspark", num_layers, K, None, "markov", rank, (), None)
+    drafter_config = DSparkConfig("dspark", num_layers, K, None, "markov", rank, True, (), None)
     drafter = build_drafter(drafter_config, SHAPE, (4, 12, 20, 26), 0, FrozenTables(table, table, table[0]), None)
     drafter.initialise(0)
     engine = LocalEngine(DrafterLoss(drafter, LOSS, chunk_rows), config, 1)

@@ -209,8 +209,9 @@ def drafter_rows(
     N, G, H, eps = shape.num_heads, shape.num_kv_heads, shape.head_width, shape.norm_epsilon
     embedding, head = drafter.embedding_VD.double(), drafter.lm_head_WD.double()
     context = [rms_norm(w["fc.weight"] @ token.double().reshape(-1), w["hidden_norm.weight"], eps) for token in tapped_TLD]
-    positions = [a + k for a in anchors for k in range(K)]
-    tokens = [previous_AK[i][0] if k == 0 else drafter.mask_token_id for i in range(len(anchors)) for k in range(K)]
+    num_rows = K if drafter.config.sample_from_anchor else K + 1
+    positions = [a + k for a in anchors for k in range(num_rows)]
+    tokens = [previous_AK[i][0] if k == 0 else drafter.mask_token_id for i in range(len(anchors)) for k in range(num_rows)]
     x = [embedding[token] * shape.embedding_scale for token in tokens]
     for layer in range(drafter.config.num_layers):
         p = f"layers.{layer}."
@@ -233,6 +234,7 @@ def drafter_rows(
             y = rms_norm(row, w[p + "post_attention_layernorm.weight"], eps)
             gate = w[p + "mlp.gate_proj.weight"] @ y
             x[i] = row + w[p + "mlp.down_proj.weight"] @ (gate / (1.0 + torch.exp(-gate)) * (w[p + "mlp.up_proj.weight"] @ y))
+    x = [row for i, row in enumerate(x) if i % num_rows >= num_rows - K]
     logits, confidences = [], []
     for row, previous in zip(x, [token for block in previous_AK for token in block], strict=True):
         hidden = rms_norm(row, w["norm.weight"], eps)

@@ -1,8 +1,10 @@
 """DFlash: a block-parallel drafter conditioned on the target's hidden states (Eq. 2-3). DSpark is this plus two heads.
 
-A block at anchor position a has K rows: the anchor token's embedding, then K-1 mask embeddings, at positions a..a+K-1.
-Row k predicts token a+1+k. H_ctx = RMSNorm(W_c [tapped states]) feeds the keys and values of every layer, unchanged, so
-that when decoding the context is projected once per token and only the block is recomputed.
+A block at anchor position a is fed the anchor token's embedding, then mask embeddings, at positions from a on. In the
+anchor-first layout (DeepSpec's) it has K rows, and row k predicts token a+1+k; in the 1+N layout (z-lab's,
+`sample_from_anchor` false) it has K+1, of which the anchor's predicts nothing and the one at position a+k token a+k.
+H_ctx = RMSNorm(W_c [tapped states]) feeds the keys and values of every layer, unchanged, so that when decoding the context
+is projected once per token and only the block is recomputed.
 
 The released checkpoints' parameter names are kept. Shapes: see drafters/base.py.
 """
@@ -114,24 +116,27 @@ class DFlash(Drafter):
         the row's own position reaches, [B, A, K, T]."""
         position_T = torch.arange(num_context, device=anchors_BA.device)
         whole = position_T < anchors_BA[..., None, None]
-        window, K = self.config.sliding_window, self.config.block_size
+        window = self.config.sliding_window
         if window is None:
             return [whole] * len(self.layers)
-        row_BAK = anchors_BA[..., None] + torch.arange(K, device=anchors_BA.device)
-        near = whole & (position_T > row_BAK[..., None] - window)
+        near = whole & (position_T > self._row_positions(anchors_BA)[..., None] - window)
         return [near if i in self.config.sliding_layers else whole for i in range(len(self.layers))]
 
     def _blocks(self, anchor_tokens_BA: Tensor, anchors_BA: Tensor, context: list[tuple[Tensor, Tensor]]) -> Tensor:
         """The backbone's output after its final norm, [B, A, K, D], from each layer's keys and values [B, T, G, H]."""
-        K = self.config.block_size
-        token_BAK = anchor_tokens_BA.new_full((*anchor_tokens_BA.shape, K), self.mask_token_id)
+        positions_BAK = self._row_positions(anchors_BA)
+        token_BAK = torch.full_like(positions_BAK, self.mask_token_id)
         token_BAK[..., 0] = anchor_tokens_BA
-        x_BAKD = self.embed(token_BAK)
-        rotation = self._rotation(anchors_BA[..., None] + torch.arange(K, device=anchors_BA.device))
+        x_BAKD, rotation = self.embed(token_BAK), self._rotation(positions_BAK)
         visible = self._visible(context[0][0].shape[1], anchors_BA)
         for layer, keys_values, visible_BAKT in zip(self.layers, context, visible, strict=True):
             x_BAKD = layer(x_BAKD, rotation, keys_values, visible_BAKT)
-        return self.norm(x_BAKD)
+        return self.norm(x_BAKD[..., -self.config.block_size :, :])
+
+    def _row_positions(self, anchors_BA: Tensor) -> Tensor:
+        """[B, A, K], or K+1 with a row that the anchor has for itself."""
+        num_rows = self.config.block_size + (not self.config.sample_from_anchor)
+        return anchors_BA[..., None] + torch.arange(num_rows, device=anchors_BA.device)
 
     def _confidence(self, hidden: Tensor, step: HeadStep | None) -> Tensor | None:
         return None if self.confidence_head is None else self.confidence_head(hidden, step.embedded if step else None)

@@ -68,7 +68,7 @@ def test_saved_whole_vocabulary_has_no_map_and_no_table_of_the_target(tmp_path):
 def test_saved_config_says_what_an_engine_must_know(tmp_path):
     _save(tmp_path, tiny.drafter("dspark"))
     config = json.loads((tmp_path / "best" / "config.json").read_text())
-    assert config["sample_from_anchor"] is True
+    assert config["drafter"]["sample_from_anchor"] is True
     assert (config["tapped_layers"], config["layer_convention"]) == (list(tiny.TAPPED), "output_of_layer")
     assert config["mask_token_id"] == tiny.MASK
     assert (config["drafter"]["kind"], config["drafter"]["block_size"], config["target"]["weights_sha256"]) == ("dspark", tiny.BLOCK, SHA)

@@ -28,10 +28,11 @@ FLOATS = ("draft_probs", "target_probs", "confidence_logits")
 
 
 CONFIGS = {
-    "dspark": DSparkConfig("dspark", 2, K, None, "markov", V, (), None),
-    "rnn": DSparkConfig("dspark", 2, K, None, "rnn", 5, (), None),
-    "dflash": DFlashConfig("dflash", 2, K, None, (), None),
-    "sliding": DFlashConfig("dflash", 2, K, None, (0,), 4),
+    "dspark": DSparkConfig("dspark", 2, K, None, "markov", V, True, (), None),
+    "rnn": DSparkConfig("dspark", 2, K, None, "rnn", 5, True, (), None),
+    "dflash": DFlashConfig("dflash", 2, K, None, True, (), None),
+    "one_plus_n": DFlashConfig("dflash", 2, K, None, False, (), None),
+    "sliding": DFlashConfig("dflash", 2, K, None, True, (0,), 4),
     "eagle3": Eagle3Config("eagle3", K, None),
     "mtp": MtpConfig("mtp", 1, None),
 }

@@ -52,6 +52,16 @@ def test_training_pass_equals_the_dense_oracle(kind, draft_ids, shape):
     assert (output.confidence_logits_BAK is None) == (kind == "dflash")
 
 
+def test_block_of_the_1_plus_n_layout_predicts_from_its_mask_rows_alone():
+    drafter, batch, anchors = tiny.drafter("one_plus_n"), _batch([[2, 3, 7]], num_tokens=7), [2, 3, 7]
+    mask = attention_mask(np.array(anchors), 7, K + 1)
+    wanted = oracles.drafter_rows(drafter, batch.context.tapped_SLD, anchors, batch.previous_BAK[0].tolist(), mask)
+    output = drafter(batch)
+    assert torch.allclose(tiny.draft_logits(drafter, batch)[0], wanted.logits_AKW, atol=1e-10)
+    assert torch.allclose(output.confidence_logits_BAK[0], wanted.confidence_AK, atol=1e-10)
+    assert not torch.allclose(tiny.draft_logits(tiny.drafter("dspark"), batch)[0], wanted.logits_AKW, atol=1e-4)
+
+
 def test_row_of_a_sliding_layer_sees_the_window_before_its_own_position():
     drafter, batch, anchors, T = tiny.drafter("sliding"), _batch([[2, 3, 7]], num_tokens=7), [2, 3, 7], 7
     whole = attention_mask(np.array(anchors), T, K)

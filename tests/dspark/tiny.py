@@ -61,13 +61,14 @@ FP8 = CacheFormat("fp8", "final", 0)
 TOPK = CacheFormat("bf16", "topk", 5)
 ENGINE = "noise 1"
 CONFIGS: dict[str, DrafterConfig] = {
-    "dflash": DFlashConfig("dflash", 2, BLOCK, None, (), None),
+    "dflash": DFlashConfig("dflash", 2, BLOCK, None, True, (), None),
     **{
-        name: DSparkConfig("dspark", 2, BLOCK, None, head, rank, (), None)
+        name: DSparkConfig("dspark", 2, BLOCK, None, head, rank, True, (), None)
         for name, head, rank in (("dspark", "markov", 5), ("gated", "gated", 5), ("rnn", "rnn", 5), ("headless", "none", 0))
     },
 }
-CONFIGS |= {"sliding": DSparkConfig("dspark", 2, BLOCK, None, "markov", 5, (1,), 3)}
+CONFIGS |= {"one_plus_n": DSparkConfig("dspark", 2, BLOCK, None, "markov", 5, False, (), None)}
+CONFIGS |= {"sliding": DSparkConfig("dspark", 2, BLOCK, None, "markov", 5, True, (1,), 3)}
 CONFIGS |= {"eagle3": Eagle3Config("eagle3", BLOCK, None), "mtp": MtpConfig("mtp", 1, None)}
 TRAINING = TrainingConfig(
     lr=3e-3, muon_lr=None, num_steps=20, warmup_fraction=0.2, weight_decay=0.0, clip_norm=1.0, batch_sequences=4, num_anchors=6, precision="fp64", seed=7,

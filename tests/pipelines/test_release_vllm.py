@@ -44,7 +44,7 @@ with socket.socket() as free:
 
 
 def release(name, draft_ids):
-    config = DSparkConfig("dspark", 2, BLOCK, None if draft_ids is None else len(draft_ids), "markov", 32, (), None)
+    config = DSparkConfig("dspark", 2, BLOCK, None if draft_ids is None else len(draft_ids), "markov", 32, True, (), None)
     drafter = build_drafter(config, head.shape, TAPPED, MASK, head.tables, draft_ids)
     drafter.initialise(3)
     drafter.markov_head.markov_w1.weight.data *= 50.0  # standard deviation 1, so that nothing is lost in an absolute tolerance
