@@ -1,8 +1,8 @@
 """Block geometry for training: where blocks hang, what they predict, and what they may see (algorithms of §3 of the paper).
 
 A block of K rows hangs on an *anchor* a. Row 0 is fed the anchor token, rows 1..K-1 the mask token, at positions
-a..a+K-1; row k predicts token a+1+k. Every row sees the target's context at positions strictly before a and all K rows of
-its own block, and nothing of any other block, however much blocks overlap.
+a..a+K-1; row k predicts token a+1+k. Every row sees the target's context at positions strictly before a (in a sliding layer: the
+nearest of them) and all K rows of its own block, and nothing of any other block, however much blocks overlap.
 
     tokens   p p p r r r r r          loss mask 0 0 0 1 1 1 1 1
     a = 3          A m m m            labels    4 5 6 7

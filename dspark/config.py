@@ -16,7 +16,7 @@ class DFlashConfig:
     block_size: int  # K = gamma: draft tokens a block, in either layout
     draft_vocab_size: int | None  # most frequent response tokens kept; None = the target's whole vocabulary
     sample_from_anchor: bool  # the anchor's row predicts the first draft token; False (1+N): it predicts none, one row more does
-    sliding_layers: tuple[int, ...]  # whose rows see the last `sliding_window` positions alone; the others see everything
+    sliding_layers: tuple[int, ...]  # whose rows see, of the context, the last `sliding_window` positions up to their own
     sliding_window: int | None  # None without such layers
 
 

@@ -20,7 +20,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import torch
 
-from dspark.blocks import draw_anchors, lay_blocks, valid_anchors
+from dspark.blocks import draw_anchors, lay_blocks
 from dspark.cache import CacheReader, CacheRow, supervised_rows
 from dspark.drafters.base import PackedContext, TrainingBatch
 from dspark.states import decode
@@ -192,12 +192,10 @@ def build_batch(rows: Sequence[tuple[CacheRow, tuple[int, ...]]], num_anchors: i
     )
 
 
-def label_coverage(rows: Sequence[CacheRow], batch: TrainingBatch) -> tuple[int, int]:
-    """Of the tokens of these rows that can be labels: how many the batch predicts in at least one block, and how many there are."""
-    anchors_BA, valid_BAK = batch.anchors_BA.numpy(), batch.valid_BAK.numpy()
-    labels_BAK = anchors_BA[..., None] + 1 + np.arange(valid_BAK.shape[-1])
-    covered = sum(len(np.unique(labels_AK[valid_AK])) for labels_AK, valid_AK in zip(labels_BAK, valid_BAK, strict=True))
-    return covered, sum(len(valid_anchors(row.loss_mask_T)) for row in rows)
+def num_labels(batch: TrainingBatch) -> int:
+    """How many tokens the batch predicts, each counted once however many blocks do."""
+    labels_BAK = batch.anchors_BA[..., None].numpy() + 1 + np.arange(batch.valid_BAK.shape[-1])
+    return sum(len(np.unique(labels_AK[valid_AK])) for labels_AK, valid_AK in zip(labels_BAK, batch.valid_BAK.numpy(), strict=True))
 
 
 class _TargetLogits:

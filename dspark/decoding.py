@@ -74,7 +74,7 @@ class _Batch:
         self.block_size = drafter.config.block_size if drafter is not None else 0
         longest = max(len(request.prompt_ids) for request in requests)
         max_length = longest + config.max_new_tokens + self.block_size + 1
-        self.cache: KeyValueCache = target.new_cache(len(requests), max_length)
+        self.cache: KeyValueCache = target.new_cache(max_length)
         self.context: DraftContext | None = drafter.new_context(len(requests), max_length) if drafter is not None else None
         self.anchor_tokens_B, self.anchor_positions_B = self._prefill(longest)
 

@@ -26,6 +26,7 @@ FAMILIES = {
     "qwen3": Family(),
     "gemma3_text": Family(norm_weight_offset=1.0, scales_embedding=True),
     "gemma4_text": Family(scales_embedding=True),
+    "gemma4_unified_text": Family(scales_embedding=True),
 }
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 

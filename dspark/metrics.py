@@ -15,7 +15,7 @@ A prediction is a probability, here the survival a_k, beside its outcome, 1.0 or
     Brier                   mean of (prediction - outcome)^2
     AUROC                   chance that an outcome 1 has the higher prediction than an outcome 0, a tie counting one half
 
-Shapes: N rounds (or predictions), K block positions, P prompts, S resamples.
+Shapes: N rounds (or predictions), K block positions, P prompts, R trainings, S resamples.
 """
 
 from collections.abc import Sequence
@@ -79,28 +79,28 @@ def bootstrap_interval(
     num_tokens: Sequence[float], num_rounds: Sequence[float], seed: int = 0, num_resamples: int = 1000
 ) -> tuple[float, float]:
     """95 % percentile interval of sum(tokens) / sum(rounds), resampling prompts (rounds of one prompt are not independent)."""
-    return _interval(_resampled_ratio(num_tokens, num_rounds, seed, num_resamples))
+    tokens_P, rounds_P = np.asarray(num_tokens, dtype=np.float64), np.asarray(num_rounds, dtype=np.float64)
+    index = np.random.default_rng(seed).integers(0, len(tokens_P), size=(num_resamples, len(tokens_P)))
+    return _percentiles(tokens_P[index].sum(1) / rounds_P[index].sum(1))
 
 
 def bootstrap_difference(
-    ours: tuple[Sequence[float], Sequence[float]],
-    theirs: tuple[Sequence[float], Sequence[float]],
-    seed: int = 0,
-    num_resamples: int = 1000,
+    ours: tuple[ArrayLike, ArrayLike], theirs: tuple[ArrayLike, ArrayLike], seed: int = 0, num_resamples: int = 1000
 ) -> tuple[float, float]:
-    """The same of a difference, from (tokens, rounds) of two drafters on the same prompts: a resample draws them alike for both."""
-    return _interval(_resampled_ratio(*ours, seed, num_resamples) - _resampled_ratio(*theirs, seed, num_resamples))
+    """95 % percentile interval of our sum(tokens) / sum(rounds) minus theirs, from (tokens [R, P], rounds [R, P]) of R trainings
+    each on the same P prompts. A resample draws prompts, the same for both, and trainings of each."""
+    generator, ratios = np.random.default_rng(seed), []
+    num_prompts = np.shape(ours[0])[1]
+    prompt_SP = generator.multinomial(num_prompts, np.full(num_prompts, 1 / num_prompts), num_resamples)
+    for tokens_RP, rounds_RP in (ours, theirs):
+        num_trainings = len(np.asarray(tokens_RP))
+        training_SR = generator.multinomial(num_trainings, np.full(num_trainings, 1 / num_trainings), num_resamples)
+        tokens_S, rounds_S = (np.einsum("sr,rp,sp->s", training_SR, np.asarray(x), prompt_SP) for x in (tokens_RP, rounds_RP))
+        ratios.append(tokens_S / rounds_S)
+    return _percentiles(ratios[0] - ratios[1])
 
 
-def _resampled_ratio(num_tokens: Sequence[float], num_rounds: Sequence[float], seed: int, num_resamples: int) -> Floats:
-    """[S]; which prompts a resample draws depends on the seed and their number alone."""
-    tokens_P, rounds_P = np.asarray(num_tokens, dtype=np.float64), np.asarray(num_rounds, dtype=np.float64)
-    index_SP = np.random.default_rng(seed).integers(0, len(tokens_P), size=(num_resamples, len(tokens_P)))
-    ratio_S: Floats = tokens_P[index_SP].sum(1) / rounds_P[index_SP].sum(1)
-    return ratio_S
-
-
-def _interval(values_S: Floats) -> tuple[float, float]:
+def _percentiles(values_S: Floats) -> tuple[float, float]:
     low, high = np.percentile(values_S, [2.5, 97.5])
     return float(low), float(high)
 

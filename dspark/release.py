@@ -30,7 +30,7 @@ from torch import Tensor
 
 from dspark.cache import LAYER_CONVENTION
 from dspark.calibration import Calibration
-from dspark.config import DSparkConfig
+from dspark.config import DSparkConfig, ProportionalScaling
 from dspark.drafters import build_drafter
 from dspark.drafters.base import Drafter, FrozenTables
 from dspark.families import check_tapped_layers, target_shape
@@ -139,7 +139,7 @@ def _config(drafter: Drafter, head: TargetHead, target_config: Mapping[str, Any]
         rule = "a release is of the anchor-first layout, which both engines take for granted where a key is missing"
         raise _error("drafter.sample_from_anchor", False, rule, "publish a drafter with drafter.sample_from_anchor=true")
     if config.sliding_layers:
-        rule = "engines run sliding layers of a DSpark drafter causally, which it was not trained for"
+        rule = "unless told otherwise, engines run sliding layers of a DSpark drafter causally, which it was not trained for"
         raise _error("drafter.sliding_layers", list(config.sliding_layers), rule, "publish a drafter with drafter.sliding_layers=[]")
     if shape.embedding_scale != 1.0 or shape.logit_soft_cap is not None:
         found = f"embedding scale {shape.embedding_scale:g}, logit soft cap {shape.logit_soft_cap}"
@@ -147,6 +147,9 @@ def _config(drafter: Drafter, head: TargetHead, target_config: Mapping[str, Any]
             f"target {shape.model_type}", found, "Qwen3DSparkModel applies neither", "use a target of the families llama, qwen2, qwen3"
         )
     rope = shape.rope
+    if isinstance(rope.scaling, ProportionalScaling):
+        rule = "Qwen3DSparkModel turns every pair of a head"
+        raise _error(f"target {shape.model_type} rotary embedding", "proportional", rule, "use a target with another rotary embedding")
     if rope.rotated_width != shape.head_width:
         found = f"{rope.rotated_width} of {shape.head_width} components of a head"
         rule = "Qwen3DSparkModel turns whole heads (transformers' qwen3 ignores partial_rotary_factor, vLLM does not)"

@@ -8,7 +8,7 @@ Shapes: B requests, T new tokens, S cached positions, L tapped layers, D width, 
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,7 +35,7 @@ class TargetStates:
 class TargetModel(Protocol):
     device: torch.device
 
-    def new_cache(self, num_requests: int, max_length: int) -> "KeyValueCache": ...
+    def new_cache(self, max_length: int) -> "KeyValueCache": ...
 
     def forward(self, tokens_BT: Tensor, positions_BT: Tensor, cache: "KeyValueCache") -> TargetStates:
         """Adds T tokens at the given positions (padding may hold any token at positions that later tokens overwrite)."""
@@ -60,6 +60,11 @@ class TargetHead:
     @property
     def device(self) -> torch.device:
         return self.tables.norm_D.device
+
+    def to(self, device: torch.device) -> "TargetHead":
+        """With what makes logits and final states on this device; the embedding stays where it is."""
+        tables = replace(self.tables, lm_head_VD=self.tables.lm_head_VD.to(device), norm_D=self.tables.norm_D.to(device))
+        return replace(self, tables=tables)
 
     def normalise(self, hidden: Tensor) -> Tensor:
         """The target's final norm, for engines that return the state before it."""
@@ -90,7 +95,7 @@ def read_shape(folder: Path) -> TargetShape:
     return target_shape(json.loads((folder / "config.json").read_text()))
 
 
-def load_head(folder: Path, dtype: torch.dtype, device: torch.device | None = None) -> TargetHead:
+def load_head(folder: Path, dtype: torch.dtype) -> TargetHead:
     """Embedding, LM head (the embedding when tied) and final norm of a Hugging Face folder."""
     index = folder / "model.safetensors.index.json"
     files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else ["model.safetensors"]
@@ -100,7 +105,7 @@ def load_head(folder: Path, dtype: torch.dtype, device: torch.device | None = No
             for key in tensors.keys():  # noqa: SIM118 - not a dict
                 for wanted in ("embed_tokens.weight", "lm_head.weight", "model.norm.weight", "language_model.norm.weight"):
                     if key == wanted or key.endswith(f".{wanted}"):
-                        found[wanted.split(".")[-2]] = tensors.get_tensor(key).to(device, dtype)
+                        found[wanted.split(".")[-2]] = tensors.get_tensor(key).to(dtype)
     if "embed_tokens" not in found or "norm" not in found:
         raise ValueError(f"{folder}: no embedding or no final norm among its tensors. Fix: use a causal language model in safetensors form")
     tables = FrozenTables(found["embed_tokens"], found.get("lm_head", found["embed_tokens"]), found["norm"])
@@ -108,12 +113,14 @@ def load_head(folder: Path, dtype: torch.dtype, device: torch.device | None = No
 
 
 class KeyValueCache:
-    """Keys and values [B, G, S, H] of each layer, written at the positions of the current forward."""
+    """Keys and values [B, G, S, H] of each layer, written at the positions of the current forward. A layer's are made when it
+    first brings some: heads may differ between layers."""
 
     is_compileable = False
 
-    def __init__(self, keys: list[Tensor], values: list[Tensor]) -> None:
-        self._keys, self._values = keys, values
+    def __init__(self, max_length: int) -> None:
+        self._max_length = max_length
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._positions_BT, self._length = torch.empty(0, 0, dtype=torch.long), 0
 
     def begin(self, positions_BT: Tensor) -> Tensor:
@@ -121,20 +128,24 @@ class KeyValueCache:
         self._positions_BT, self._length = positions_BT, int(positions_BT.max()) + 1
         return (torch.arange(self._length, device=positions_BT.device) <= positions_BT[..., None])[:, None]
 
-    def update(self, keys_BGTH: Tensor, values_BGTH: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(self, keys_BGTH: Tensor, values_BGTH: Tensor, layer: int, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
         """Called by each attention layer of transformers."""
+        if layer not in self._layers:
+            num_requests, num_heads, _, head_width = keys_BGTH.shape
+            blank = keys_BGTH.new_zeros(2, num_requests, num_heads, self._max_length, head_width)
+            self._layers[layer] = blank[0], blank[1]
+        keys, values = self._layers[layer]
         rows = torch.arange(len(self._positions_BT), device=keys_BGTH.device)[:, None]
-        self._keys[layer][rows, :, self._positions_BT] = keys_BGTH.transpose(1, 2)
-        self._values[layer][rows, :, self._positions_BT] = values_BGTH.transpose(1, 2)
-        return self._keys[layer][:, :, : self._length], self._values[layer][:, :, : self._length]
+        keys[rows, :, self._positions_BT] = keys_BGTH.transpose(1, 2)
+        values[rows, :, self._positions_BT] = values_BGTH.transpose(1, 2)
+        return keys[:, :, : self._length], values[:, :, : self._length]
 
     def get_seq_length(self, layer: int = 0) -> int:
         return self._length
 
     def select(self, rows: Tensor) -> None:
         """Keeps these requests, in this order."""
-        self._keys = [k[rows] for k in self._keys]
-        self._values = [v[rows] for v in self._values]
+        self._layers = {layer: (keys[rows], values[rows]) for layer, (keys, values) in self._layers.items()}
 
 
 class TransformersTarget:
@@ -157,10 +168,8 @@ class TransformersTarget:
     def _keep(self, layer: int, output: Any) -> None:
         self._tapped[layer] = output[0] if isinstance(output, tuple) else output
 
-    def new_cache(self, num_requests: int, max_length: int) -> KeyValueCache:
-        size = (num_requests, self.shape.num_kv_heads, max_length, self.shape.head_width)
-        blank = [torch.zeros(size, dtype=self.dtype, device=self.device) for _ in range(2 * self.shape.num_layers)]
-        return KeyValueCache(blank[::2], blank[1::2])
+    def new_cache(self, max_length: int) -> KeyValueCache:
+        return KeyValueCache(max_length)
 
     @torch.no_grad()
     def forward(self, tokens_BT: Tensor, positions_BT: Tensor, cache: KeyValueCache) -> TargetStates:
@@ -179,5 +188,5 @@ class TransformersTarget:
         """States of one whole sequence, without batch dimension: the reference capture."""
         tokens_BT = torch.tensor([token_ids], device=self.device)
         positions_BT = torch.arange(len(token_ids), device=self.device)[None]
-        states = self.forward(tokens_BT, positions_BT, self.new_cache(1, len(token_ids)))
+        states = self.forward(tokens_BT, positions_BT, self.new_cache(len(token_ids)))
         return TargetStates(states.tapped_BTLD[0], states.final_BTD[0])

@@ -33,7 +33,7 @@ def every_position(target: TargetModel, drafter: Drafter, completion: Completion
     if num_anchors < 1:
         return []
     positions_BT = torch.arange(len(sequence) - 1, device=device)[None]
-    states = target.forward(torch.tensor([sequence[:-1]], device=device), positions_BT, target.new_cache(1, len(sequence)))
+    states = target.forward(torch.tensor([sequence[:-1]], device=device), positions_BT, target.new_cache(len(sequence)))
     whole = drafter.new_context(1, len(sequence))
     following_BT = torch.tensor([sequence[1:]], device=device)
     drafter.extend_context(whole, ContextRows(states.tapped_BTLD.to(drafter.dtype), following_BT, positions_BT))

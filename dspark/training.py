@@ -22,8 +22,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dspark.blocks import valid_anchors
 from dspark.config import LossConfig, TrainingConfig
-from dspark.data import Ahead, RowDraw, RowOrder, RowSource, build_batch, label_coverage
+from dspark.data import Ahead, RowDraw, RowOrder, RowSource, build_batch, num_labels
 from dspark.drafters.base import Drafter, TrainingBatch
 from dspark.losses import Denominators, block_losses, loss_weights
 from dspark.storage import Storage
@@ -230,7 +231,7 @@ class Prepared:
 
     batches: list[TrainingBatch]
     row_ids: list[str]
-    label_coverage: tuple[int, int]  # data.label_coverage of all batches
+    label_coverage: tuple[int, int]  # tokens that are labels here, and those that could be: each follows a supervised one
 
 
 @dataclass
@@ -281,8 +282,8 @@ def train(
         size = len(rows) // num_micro
         batches = [build_batch(rows[i : i + size], config.num_anchors, data.block_size) for i in range(0, len(rows), size)]
         data.train.used((step + 1) * config.batch_sequences)
-        covered, total = zip(*(label_coverage([row for row, _ in rows[i * size :][:size]], b) for i, b in enumerate(batches)), strict=True)
-        return Prepared(batches, [row.row_id for row, _ in rows], (sum(covered), sum(total)))
+        coverage = sum(map(num_labels, batches)), sum(len(valid_anchors(row.loss_mask_T)) for row, _ in rows)
+        return Prepared(batches, [row.row_id for row, _ in rows], coverage)
 
     data.train.used(state.step * config.batch_sequences)
     for prepared in Ahead(prepare, state.step, config.num_steps):

@@ -1,7 +1,7 @@
 """`python -m pipelines [overrides]`: composes the config, plans, and runs what is missing.
 
 A target cache that would not fit where it is to lie is refused here, before anything is begun (sizing.py).
-Each point of a sweep (`-m`) is a run of its own, and at its end stands a table of them all (sweep.py).
+Each point of a sweep (`-m`) is a run of its own; one that fails leaves the others alone, and a table of them all ends it (sweep.py).
 Nothing heavy is imported before the plan is known: with nothing to do, neither torch nor Ray is ever loaded.
 Exit status: 0 done, 1 a step failed or damage was found, 2 the request itself is wrong, 130 interrupted.
 """
@@ -14,7 +14,7 @@ from typing import Any
 from dspark.storage import Storage
 from pipelines import flow, runner, sizing, targets
 from pipelines.backends.object_store import open_storage
-from pipelines.config import hydra_main
+from pipelines.config import hydra_main, validate
 from pipelines.dag import Artifact, read_record
 from pipelines.lease import holder
 from pipelines.screen import RichScreen
@@ -119,21 +119,30 @@ def command_line() -> int:
     points: list[tuple[list[str], Mapping[str, Artifact]]] = []
     root = ""
 
-    def run(settings: Settings, plain: dict[str, Any], overrides: list[str]) -> None:
+    def run(plain: dict[str, Any], overrides: list[str]) -> None:
         nonlocal status, root
-        found, artifacts = main(settings, plain, screen)
-        status, root = max(status, found), flow.absolute(settings.cluster.root)
-        if overrides and artifacts:
+        artifacts: Mapping[str, Artifact] = {}
+        try:
+            settings = validate(plain)
+            root = flow.absolute(settings.cluster.root)
+            found, artifacts = main(settings, plain, screen)
+        except (runner.StepFailed, ValueError, OSError) as error:
+            if not overrides:
+                raise
+            screen.point_failed(overrides, error)
+            found = 1
+        status = max(status, found)
+        if overrides:
             points.append((overrides, artifacts))
 
     try:
         try:
             hydra_main(run)
-        finally:  # a point that failed or was interrupted takes nothing from the others
-            if points:
+        finally:  # what is finished of a sweep is shown, also when the rest is stopped
+            if any(artifacts for _, artifacts in points):
                 from pipelines import sweep
 
-                screen.sweep(*sweep.report(points, open_storage(root)))
+                screen.sweep(*sweep.report(points, open_storage(root), sys.argv[1:]))
     except runner.StepFailed as failed:
         screen.failure(failed)
         return 1

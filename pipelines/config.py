@@ -29,9 +29,9 @@ for _record, _name in ((records.TargetConfig, "source"), (Settings, "drafter"), 
     _field.type = Annotated[_field.type, Field(discriminator="kind")]
 
 
-def hydra_main(function: Callable[[Settings, dict[str, Any], list[str]], None]) -> None:
-    """The command line: composes `conf/` with its overrides and calls `function` with the settings, the plain config and, of
-    a point of a sweep, the overrides that make it.
+def hydra_main(function: Callable[[dict[str, Any], list[str]], None]) -> None:
+    """The command line: composes `conf/` with its overrides and calls `function` with the plain config and, for each point of
+    a sweep, the overrides that make it.
 
     Hydra's own flags (--help, -m for sweeps, --cfg) work as everywhere; what cannot be composed is a ValueError.
     """
@@ -41,14 +41,14 @@ def hydra_main(function: Callable[[Settings, dict[str, Any], list[str]], None]) 
     from omegaconf import DictConfig
 
     if not any(word.startswith("-") for word in sys.argv[1:]):
-        function(*compose(sys.argv[1:]), [])
+        function(compose(sys.argv[1:])[1], [])
         return
 
     @hydra.main(version_base="1.3", config_path=str(PROJECT_ROOT / "conf"), config_name="config")
     def main(composed: DictConfig) -> None:
-        plain, hydra_config = _plain(composed), HydraConfig.get()
+        hydra_config = HydraConfig.get()
         is_point = hydra_config.mode == RunMode.MULTIRUN
-        function(validate(plain), plain, list(hydra_config.overrides.task) if is_point else [])
+        function(_plain(composed), list(hydra_config.overrides.task) if is_point else [])
 
     main()
 

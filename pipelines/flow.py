@@ -201,7 +201,7 @@ def build(settings: Settings) -> list[Step]:
     )
     train = Step(
         "train",
-        1,
+        2,
         "pipelines.stages.train:run",
         TrainConfig(stage.train, identity, target.tapped_layers, target.width, target.mask_token_id, settings.drafter),
         {"corpus": regenerate, "cache": cache_targets},
@@ -211,7 +211,7 @@ def build(settings: Settings) -> list[Step]:
     )
     evaluate = Step(
         "evaluate",
-        1,
+        2,
         "pipelines.stages.evaluate:run",
         # Where a benchmark lies is not what it is: the stage's uris are replaced by checksums.
         EvaluateConfig(replace(stage.evaluate, settings=decoding, benchmarks={}), identity, target.max_length_tokens, benchmarks),

@@ -178,7 +178,14 @@ class RichScreen:
             table.add_row(*row)
         self._line("")
         self._console.print(table)
-        self._line(f"the table, and as a figure: {uri}")
+        self._line(f"kept in {uri}")
+
+    def point_failed(self, overrides: Sequence[str], error: Exception) -> None:
+        """One point of a sweep did not come to its end; the others go on."""
+        self._stop_bar()
+        cause = error.cause if isinstance(error, StepFailed) else error
+        self._line(f"failed: {' '.join(overrides)}", "bold red")
+        self._line(f"  cause      {_indented(_cause(cause))}")
 
     def failure(self, error: StepFailed) -> None:
         """One screen: which step, why, what is kept, and how to go on."""

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 ENGINE_DTYPE: Literal["bfloat16", "float32"] = "bfloat16" if fast_dtype() == torch.bfloat16 else "float32"
 
+CAPTURE_GPU_SHARE = 0.85  # the head, which takes the log-sum-exp, lies beside the engine
 CAPTURE_SEQUENCES = 16  # sequences prefilled together; their states wait in the engine's cache
 BATCH_TOKENS = 4096
 
@@ -98,6 +99,7 @@ class Capture:
             str(folder),
             dtype=ENGINE_DTYPE,
             enforce_eager=not _HAS_GPU,
+            gpu_memory_utilization=CAPTURE_GPU_SHARE,
             enable_prefix_caching=False,
             enable_chunked_prefill=False,
             max_num_batched_tokens=max(BATCH_TOKENS, max_length_tokens + 1),

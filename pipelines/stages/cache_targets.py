@@ -240,7 +240,7 @@ class Capturer:
         folder, config = local_folder(settings.target_uri), settings.config
         self._settings, self._config = settings, config
         self._out, self._corpus = open_storage(settings.out_uri), open_storage(settings.corpus_uri)
-        self._head = load_head(folder, fast_dtype(), torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        self._head = load_head(folder, fast_dtype()).to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         self._files = lru_cache(CORPUS_FILES)(lambda file: read_shard(self._corpus, file))
         if not all(0 <= layer < self._head.shape.num_layers for layer in config.tapped_layers):
             raise ValueError(

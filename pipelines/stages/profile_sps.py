@@ -131,7 +131,7 @@ class Profiler:
         def verification(batch_tokens: int) -> Callable[[], None]:
             num_requests, width = _shape(batch_tokens, K)
             cache, context = (
-                target.new_cache(num_requests, context_tokens + width),
+                target.new_cache(context_tokens + width),
                 drafter.new_context(num_requests, context_tokens + width),
             )
             tokens_BT = torch.full((num_requests, width), int(drafter.draft_ids_W[0]), device=device)

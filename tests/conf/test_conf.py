@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from pipelines import flow, targets
 from pipelines.config import PROJECT_ROOT, compose
@@ -12,6 +13,7 @@ from pipelines.dag import fingerprint
 from pipelines.settings import STEPS
 
 CONF = PROJECT_ROOT / "conf"
+CONTENDERS = sorted(path.stem for path in (CONF / "contender").glob("*.yaml"))
 EXPERIMENTS = sorted(p.stem for p in (CONF / "experiment").glob("*.yaml") if p.stem != "paper_recipe")
 CHOICES = [(group, path.stem) for group in ("drafter", "data", "cluster", "target") for path in sorted((CONF / group).glob("*.yaml"))]
 
@@ -29,8 +31,26 @@ def test_experiment_composes_and_wires_every_step(experiment: str) -> None:
     settings, _ = compose([f"experiment={experiment}"])
     steps = flow.build(settings)
     names = tuple(step.name for step in steps)
-    assert names == (STEPS[:-1] if experiment == "paper_gemma4_12b" else STEPS)
+    until = {"paper_gemma4_12b": "schedule", "compare": "evaluate"}.get(experiment, STEPS[-1])
+    assert names == STEPS[: STEPS.index(until) + 1]
     assert len({fingerprint(step) for step in steps}) == len(steps)
+
+
+def test_comparison_sweeps_every_contender() -> None:
+    swept = yaml.safe_load((CONF / "experiment" / "compare.yaml").read_text())["hydra"]["sweeper"]["params"]
+    assert sorted(swept["contender"].split(",")) == CONTENDERS
+    assert len(set(swept["stage.train.seed"].split(","))) == 3
+
+
+@pytest.mark.parametrize("contender", CONTENDERS)
+def test_contender_is_a_drafter_with_a_loss_whatever_the_experiment_says(contender: str) -> None:
+    settings, _ = compose(["experiment=compare", f"contender={contender}"])
+    assert flow.build(settings)
+    assert settings.drafter.kind == contender.partition("_")[0]
+    loss = contender if contender in ("eagle3", "mtp") else "ce" if "_ce" in contender else "dspark"
+    assert settings.stage.train.loss == compose([f"loss={loss}"])[0].stage.train.loss
+    assert settings.drafter.block_size == (1 if contender == "mtp" else 4)
+    assert getattr(settings.drafter, "num_layers", 1) == (1 if "1layer" in contender or contender in ("eagle3", "mtp") else 2)
 
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES)

@@ -156,7 +156,7 @@ def exact(target):
 
     def following(prefixes):
         tokens = torch.tensor(prefixes)
-        cache = target.new_cache(len(tokens), tokens.shape[1])
+        cache = target.new_cache(tokens.shape[1])
         states = target.forward(tokens, torch.arange(tokens.shape[1]).expand(len(tokens), -1), cache)
         return distribution(target.logits(states.final_BTD[:, -1]), 1.0)
 

@@ -191,7 +191,7 @@ def test_release_beside_files_that_are_not_its_own_is_written(tmp_path):
     [
         ({"drafter": tiny.drafter("dflash")}, "drafter.kind: dflash: only dspark has the confidence head"),
         ({"drafter": tiny.drafter("one_plus_n")}, "drafter.sample_from_anchor: False: a release is of the anchor-first layout"),
-        ({"drafter": tiny.drafter("sliding")}, r"drafter.sliding_layers: \[1\]: engines run sliding layers of a DSpark drafter causally"),
+        ({"drafter": tiny.drafter("sliding")}, r"drafter.sliding_layers: \[1\]: unless told otherwise, engines run sliding layers"),
         ({"calibration": _calibration(7)}, "temperatures: .* one temperature for each of the 4 drafted positions"),
         ({"sps": SpsTable((8,), (0.0,), (0.01,))}, "at least 2 distinct costs"),
         ({"sps": SpsTable((1, 8), (0.0, 0.0), (0.01, 0.01))}, "at least 2 distinct costs"),
@@ -203,8 +203,12 @@ def test_release_beside_files_that_are_not_its_own_is_written(tmp_path):
             {"drafter": tiny.drafter("dspark", None, dataclasses.replace(tiny.SHAPE, rope=tiny.ROPES["partial"]))},
             "target llama rotary embedding: 4 of 6 components of a head: Qwen3DSparkModel turns whole heads",
         ),
+        (
+            {"drafter": tiny.drafter("dspark", None, dataclasses.replace(tiny.SHAPE, rope=tiny.ROPES["proportional"]))},
+            "target llama rotary embedding: proportional: Qwen3DSparkModel turns every pair",
+        ),
     ],
-    ids=["dflash", "1+N", "sliding", "gamma", "one probe", "flat", "target config", "rope", "head", "capped", "partial"],
+    ids=["dflash", "1+N", "sliding", "gamma", "one probe", "flat", "target config", "rope", "head", "capped", "partial", "proportional"],
 )  # fmt: skip
 def test_release_that_no_engine_would_serve_rightly_is_refused_before_a_file_is_written(tmp_path, arguments, message):
     with pytest.raises(ValueError, match=message):

@@ -40,9 +40,35 @@ def sliding(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(params=["llama", "qwen3_sliding_tied"])
+@pytest.fixture(scope="module")
+def gemma4(tmp_path_factory):
+    return _gemma(tmp_path_factory, "gemma4_text", hidden_size_per_layer_input=4, vocab_size_per_layer_input=64)
+
+
+@pytest.fixture(scope="module")
+def gemma4_unified(tmp_path_factory):
+    return _gemma(tmp_path_factory, "gemma4_unified_text")
+
+
+def _gemma(tmp_path_factory, model_type, **fields):
+    """Sliding layers, and full ones with heads of another width; a soft cap, and another dictionary of tokens for each layer."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(2)
+    config = AutoConfig.for_model(
+        model_type, vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, global_head_dim=12, sliding_window=4, layer_types=["sliding_attention", "full_attention", "full_attention"],
+        initializer_range=0.3, final_logit_softcapping=5.0, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+        **fields,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp(model_type)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(params=["tiny_target", "sliding", "gemma4", "gemma4_unified"])
 def folder(request):
-    return request.getfixturevalue("tiny_target" if request.param == "llama" else "sliding")
+    return request.getfixturevalue(request.param)
 
 
 def _reference(folder, tokens):
@@ -78,7 +104,7 @@ def test_states_of_a_padded_batch_equal_those_of_each_sequence_alone(folder):
     target = _load(folder)
     prompts = [TOKENS, TOKENS[:3], TOKENS[2:9]]
     padded = torch.tensor([[*p, *[0] * (len(TOKENS) - len(p))] for p in prompts])
-    states = target.forward(padded, torch.arange(len(TOKENS)).expand(3, -1), target.new_cache(3, 20))
+    states = target.forward(padded, torch.arange(len(TOKENS)).expand(3, -1), target.new_cache(20))
     for i, prompt in enumerate(prompts):
         alone = target.states(prompt)
         assert torch.allclose(states.tapped_BTLD[i, : len(prompt)], alone.tapped_BTLD, atol=1e-12)
@@ -87,7 +113,7 @@ def test_states_of_a_padded_batch_equal_those_of_each_sequence_alone(folder):
 
 def test_states_after_rejected_tokens_equal_those_of_the_kept_text(folder):
     """Two rounds at different positions a row, over entries that a rejected draft and padding left behind."""
-    target, cache = _load(folder), _load(folder).new_cache(2, 24)
+    target, cache = _load(folder), _load(folder).new_cache(24)
     kept, lengths = [TOKENS[:6], TOKENS[:3]], [6, 3]
     target.forward(torch.tensor([kept[0], [*kept[1], 9, 9, 9]]), torch.arange(6).expand(2, -1), cache)
     rejected = torch.tensor([[60, 61, 62], [33, 34, 35]])
@@ -101,7 +127,7 @@ def test_states_after_rejected_tokens_equal_those_of_the_kept_text(folder):
 
 
 def test_cache_after_selecting_requests_goes_on_with_theirs(target):
-    cache = target.new_cache(3, 12)
+    cache = target.new_cache(12)
     prompts = torch.tensor([TOKENS[:4], TOKENS[1:5], TOKENS[2:6]])
     target.forward(prompts, torch.arange(4).expand(3, -1), cache)
     cache.select(torch.tensor([2, 0]))

@@ -120,17 +120,22 @@ def test_trunk_trains_and_decodes_with_every_kind_of_drafter(finished: Path, tmp
     assert report["lossless"]["num_equal"] == report["lossless"]["num_prompts"] > 0
 
 
-def test_trunk_sweep_ends_with_a_table_and_goes_on_where_it_was_stopped(finished: Path, tmp_path: Path) -> None:
+def test_trunk_sweep_ends_with_a_table_and_one_point_that_fails_takes_nothing_from_the_others(finished: Path, tmp_path: Path) -> None:
     for step in ("prompts", "regenerate", "cache_targets"):
         shutil.copytree(finished / step, tmp_path / step)
-    # Blocks of 40 tokens fit no response: that point fails, and the others are made all the same.
-    words = ("until=evaluate", "stage.train.seed=0,1", "contender=dflash,eagle3", "drafter.block_size=3,40", "-m")
+    # Blocks of 40 tokens fit no response; none at all are refused before any work.
+    words = ("until=evaluate", "stage.train.seed=0,1", "contender=dflash_ce,eagle3", "drafter.block_size=3,40,0", "-m")
     output = pipeline(tmp_path, *words, status=1)
-    assert "drafter.block_size=" in output
+    failed = re.findall(r"^failed: .*drafter.block_size=(\d+).*\n +cause +(.*)$", output, re.MULTILINE)
+    assert sorted(size for size, _ in failed) == ["0"] * 4 + ["40"] * 4
+    assert all("drafter.block_size" in cause for _, cause in failed)
     table = next(tmp_path.glob("sweeps/*/table.md")).read_text()
-    assert re.findall(r"^\| (contender=\w+) \| (\d) \|", table, re.MULTILINE) == [("contender=dflash", "2"), ("contender=eagle3", "2")]
+    rows = dict(re.findall(r"^\| (contender=\w+ drafter.block_size=\d+) \| (\d) \|", table, re.MULTILINE))
+    assert rows == {f"contender={c} drafter.block_size={k}": "2" if k == 3 else "0" for c in ("dflash_ce", "eagle3") for k in (3, 40, 0)}
+    kinds = [json.loads(path.read_text())["drafter"]["kind"] for path in tmp_path.glob("train/*/drafter/config.json")]
+    assert sorted(kinds) == ["dflash"] * 2 + ["eagle3"] * 2
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/*/record.json")}
-    again = pipeline(tmp_path, *(word.replace("3,40", "3") for word in words))
+    again = pipeline(tmp_path, *(word.replace("3,40,0", "3") for word in words))
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/*/record.json")} == before
     assert set(verdicts(again).values()) == {"hit"}
 
