@@ -11,9 +11,8 @@ engine again and again is cut in two until the one row that does it stands alone
 
 import json
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -279,21 +278,15 @@ class Capturer:
 def cached_rows(
     rows: Iterable[Mapping[str, Any]], states: "Iterable[tuple[Tensor, Tensor]]", head: "TargetHead", form: CacheFormat
 ) -> Iterator[CacheRow]:
-    """Corpus rows and their bf16 states in the form in which they are stored. They are made in a thread beside the engine's,
-    which prefills meanwhile, and in groups, since a product with the whole LM head pays for many states at once."""
-    waiting: deque[Future[list[CacheRow]]] = deque()
+    """Corpus rows and their bf16 states in the form in which they are stored: in groups, since a product with the whole LM head
+    pays for many states at once, and not in a thread beside the engine's, which keeps every core busy by itself."""
     group: list[tuple[Mapping[str, Any], Tensor, Tensor]] = []
-    with ThreadPoolExecutor(1) as pool:
-        for row, (tapped_TLD, final_TD) in zip(rows, states, strict=True):
-            group.append((row, tapped_TLD, final_TD))
-            if sum(len(final) for _, _, final in group) >= GROUP_TOKENS:
-                waiting.append(pool.submit(_cached_group, group, head, form))
-                group = []
-            if len(waiting) > 1:
-                yield from waiting.popleft().result()
-        waiting.append(pool.submit(_cached_group, group, head, form))
-        for future in waiting:
-            yield from future.result()
+    for row, (tapped_TLD, final_TD) in zip(rows, states, strict=True):
+        group.append((row, tapped_TLD, final_TD))
+        if sum(len(final) for _, _, final in group) >= GROUP_TOKENS:
+            yield from _cached_group(group, head, form)
+            group = []
+    yield from _cached_group(group, head, form)
 
 
 def _cached_group(group: "Sequence[tuple[Mapping[str, Any], Tensor, Tensor]]", head: "TargetHead", form: CacheFormat) -> list[CacheRow]:
