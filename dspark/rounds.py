@@ -38,6 +38,11 @@ class Round:
     next_token: int | None  # correction or bonus; None when an accepted token was a stop token
     ended_by_stop: bool
 
+    @property
+    def setting(self) -> str:
+        """How it was decoded, in one word: t0-greedy, t0-greedy-no_markov."""
+        return f"t{self.temperature:g}-{self.draft_mode}" + (f"-{self.variant}" if self.variant else "")
+
 
 _COLUMN_TYPES = {str: pa.string(), int: pa.int32(), float: pa.float64(), bool: pa.bool_()}
 

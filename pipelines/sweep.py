@@ -73,8 +73,7 @@ def _counts(evaluated: Artifact) -> dict[str, Counts]:
     for name in evaluated.record["files"]:
         if name.endswith(".parquet"):
             for r in from_parquet(storage.read(name)):
-                setting = f"t{r.temperature:g}-{r.draft_mode}" + (f"-{r.variant}" if r.variant else "")
-                counts = found[f"{setting}/{r.source}"]
+                counts = found[f"{r.setting}/{r.source}"]
                 tokens, rounds = counts.get(r.request_id, (0, 0))
                 counts[r.request_id] = tokens + r.accepted + (not r.ended_by_stop), rounds + 1
     return found

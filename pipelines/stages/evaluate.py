@@ -136,9 +136,8 @@ def make_report(rounds: Sequence[Round], receipts: Sequence[Mapping[str, Any]]) 
     """Acceptance by setting, source and domain, pooled over rounds."""
     groups: dict[tuple[str, str, str], list[Round]] = defaultdict(list)
     for r in rounds:
-        setting = f"t{r.temperature:g}-{r.draft_mode}" + (f"-{r.variant}" if r.variant else "")
         for domain in (r.domain, "all", *(("math+code",) if r.domain in ("math", "code") else ())):
-            groups[setting, r.source, domain].append(r)
+            groups[r.setting, r.source, domain].append(r)
     settings: dict[str, Any] = {}
     for (setting, source, domain), members in sorted(groups.items()):
         settings.setdefault(setting, {}).setdefault(source, {})[domain] = _summary(members)
