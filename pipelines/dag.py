@@ -66,7 +66,7 @@ class Resources:
     train_engine: str = "local"
     zero_stage: int = 0
     micro_batch_sequences: int = 1
-    loss_chunk_rows: int = 64
+    loss_chunk_rows: int = 256
     cache: Any = None  # stage.cache_targets: how the target cache is stored or streamed
     num_producers: int = 0  # engine workers beside a training that reads a stream
     cpu_share: float = 1.0  # of its machine, for a worker with num_cpus 0

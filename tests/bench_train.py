@@ -116,7 +116,7 @@ def bench_loss(vocab: int, width: int, rank: int, rows: int, dtype: torch.dtype,
     gradient_bytes = weight.numel() * weight.element_size()
     name = f"loss  V={vocab:7,} D={width} R={rank} rows={rows:5,} {str(dtype).removeprefix('torch.')}"
     own = growth_bytes(ours) - gradient_bytes
-    predicted = loss_bytes(chunk_rows, head)
+    predicted = loss_bytes(chunk_rows, head, LOSS)
     if vocab * rows > 49_152 * 3584:
         started = time.perf_counter()
         ours()
@@ -179,7 +179,7 @@ def bench_step(dtype: torch.dtype, num_layers: int, rank: int, chunk_rows: int, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="make bench-train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=64, help="cluster.loss_chunk_rows")
+    parser.add_argument("--rows", type=int, default=256, help="cluster.loss_chunk_rows")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
         "--dtype", choices=["bfloat16", "float32"], action="append", help="default: bfloat16, and float32 without bf16 instructions"

@@ -111,7 +111,7 @@ def train_worker(settings: Settings, make_engine: "EngineFactory", report: Repor
     def on_step(metrics: Mapping[str, float]) -> None:
         report(Progress(int(metrics["step"]), config.train.num_steps, "steps", {k: v for k, v in metrics.items() if k != "step"}))
 
-    predicted = {"predicted_loss_bytes": float(loss_bytes(settings.resources.loss_chunk_rows, drafter.head))}
+    predicted = {"predicted_loss_bytes": float(loss_bytes(settings.resources.loss_chunk_rows, drafter.head, config.train.loss))}
     report(Progress(0, config.train.num_steps, "steps", predicted))
     memory = Memory(settings.resources.micro_batch_sequences, settings.resources.loss_chunk_rows)
     state = train(drafter, data, config.train, make_engine, memory, out, on_step)

@@ -8,7 +8,7 @@ import torch
 
 from dspark.config import LossConfig
 from dspark.drafters.base import BlockOutput, DraftHead, PackedContext, TrainingBatch
-from dspark.losses import Denominators, block_losses, loss_weights
+from dspark.losses import TILE_IDS, Denominators, block_losses, loss_weights
 from tests import oracles
 
 
@@ -198,11 +198,12 @@ def _gradients(total, leaves):
     return [None if leaf is None else next(found) for leaf in leaves]
 
 
-@pytest.mark.parametrize("chunk_rows", [1, 5, 1000])
+@pytest.mark.parametrize(("chunk_rows", "tile_ids"), [(1, 5), (5, 3), (5, 1000), (1000, 4)])
 @pytest.mark.parametrize("rank", [0, 3], ids=["no bias", "bias"])
 @pytest.mark.parametrize("is_reduced", [False, True], ids=["whole", "reduced"])
 @pytest.mark.parametrize("cap", [None, 2.0], ids=["plain", "soft_capped"])
-def test_loss_in_chunks_and_its_gradients_equal_the_dense_autograd_loss(cap, is_reduced, rank, chunk_rows):
+def test_loss_in_chunks_and_tiles_and_its_gradients_equal_the_dense_autograd_loss(cap, is_reduced, rank, chunk_rows, tile_ids, monkeypatch):
+    monkeypatch.setitem(TILE_IDS, "cpu", tile_ids)
     batch, head, leaves = _problem(3, cap=cap, is_reduced=is_reduced, rank=rank)
     losses = _fused(batch, head, leaves, SOFT, chunk_rows)
     dense = oracles.dense_loss(batch, head, *leaves, SOFT)
@@ -212,7 +213,8 @@ def test_loss_in_chunks_and_its_gradients_equal_the_dense_autograd_loss(cap, is_
 
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"])
-def test_loss_in_chunks_in_low_precision_is_near_the_dense_one_in_fp64(dtype, close):
+def test_loss_in_chunks_in_low_precision_is_near_the_dense_one_in_fp64(dtype, close, monkeypatch):
+    monkeypatch.setitem(TILE_IDS, "cpu", 50)
     batch, head, leaves = _problem(4, dtype=dtype, B=4, V=211, D=16)
     losses = _fused(batch, head, leaves, CONFIG, 7)
     wide = [None if leaf is None else leaf.detach().double().requires_grad_() for leaf in leaves]

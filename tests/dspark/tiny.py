@@ -108,7 +108,7 @@ def draft_logits(drafter: Drafter, batch: TrainingBatch) -> Tensor:
 def target_probs(drafter: Drafter, batch: TrainingBatch) -> Tensor:
     """p_t over the draft vocabulary [B, A, K, W]; 0 on rows that do not count."""
     probs = drafter.lm_head_WD.new_zeros(*batch.valid_BAK.shape, len(drafter.draft_ids_W))
-    probs[batch.valid_BAK] = losses_target_probs(batch.target_rows(), drafter.head)
+    probs[batch.valid_BAK] = losses_target_probs(batch.target_rows(), drafter.head, slice(None))
     return probs
 
 
