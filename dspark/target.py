@@ -1,16 +1,19 @@
 """The frozen target: hidden states and next-token logits, with a key/value cache that needs no roll-back.
 
-`TransformersTarget` runs any causal language model of a known family with transformers. Its cache writes at explicit
-positions and its mask is `key position <= query position`: after a rejection the stale entries are simply invisible until
-the next round overwrites them, so requests of one batch may accept different numbers of tokens.
+`TransformersTarget` runs any causal language model of a known family with transformers, padding every request of a step to the
+longest; `packed_target.PackedTarget` runs some families without. The cache writes at explicit positions and the mask is `key
+position <= query position`: after a rejection the stale entries are simply invisible until the next round overwrites them, so
+requests of one batch may verify and accept different numbers of tokens.
 
-Shapes: B requests, T new tokens, S cached positions, L tapped layers, D width, V vocabulary, G key/value heads, H width.
+Shapes: R requests, S new tokens of all of them, T of the longest, P cached positions, L tapped layers, D width, V vocabulary,
+G key/value heads, H width.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -20,30 +23,36 @@ from dspark.config import TargetShape
 from dspark.drafters.base import FrozenTables
 from dspark.families import target_shape
 from dspark.layers import TILE_ROWS, rms_norm, soft_capped
+from dspark.step import Step
 
 EXP_SAFE = 64.0  # exp of twice as much, either way, leaves fp32
 
 
 @dataclass
 class TargetStates:
-    """States of T new tokens. `final_BTD` is what the LM head consumes (after the final norm)."""
+    """States of the S new tokens of a step. `final_SD` is what the LM head consumes (after the final norm)."""
 
-    tapped_BTLD: Tensor
-    final_BTD: Tensor
+    tapped_SLD: Tensor
+    final_SD: Tensor
 
 
-class TargetModel(Protocol):
+class TargetModel:
+    """A target in this process."""
+
     device: torch.device
+    shape: TargetShape
 
-    def new_cache(self, max_length: int) -> "KeyValueCache": ...
-
-    def forward(self, tokens_BT: Tensor, positions_BT: Tensor, cache: "KeyValueCache") -> TargetStates:
-        """Adds T tokens at the given positions (padding may hold any token at positions that later tokens overwrite)."""
-        ...
+    def forward(self, step: Step, cache: "KeyValueCache") -> TargetStates:
+        """Adds the step's tokens to the cache."""
+        raise NotImplementedError
 
     def logits(self, final: Tensor) -> Tensor:
         """[..., D] -> next-token logits [..., V], at least fp32."""
-        ...
+        raise NotImplementedError
+
+    def states(self, token_ids: Sequence[int]) -> TargetStates:
+        """States of one whole sequence."""
+        return self.forward(Step.of([token_ids], [0], [0], self.device), KeyValueCache(1, len(token_ids)))
 
 
 @dataclass(frozen=True)
@@ -113,43 +122,52 @@ def load_head(folder: Path, dtype: torch.dtype) -> TargetHead:
 
 
 class KeyValueCache:
-    """Keys and values [B, G, S, H] of each layer, written at the positions of the current forward. A layer's are made when it
-    first brings some: heads may differ between layers."""
+    """Keys and values [slots, G, P, H] of each layer, written at the positions of a step. A layer's are made when it first brings
+    some: heads may differ between layers. `max_length` leaves room for a step's padding behind the last token."""
 
     is_compileable = False
 
-    def __init__(self, max_length: int) -> None:
-        self._max_length = max_length
+    def __init__(self, num_slots: int, max_length: int) -> None:
+        self._size = num_slots, max_length
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self._positions_BT, self._length = torch.empty(0, 0, dtype=torch.long), 0
+        self._step: Step | None = None
 
-    def begin(self, positions_BT: Tensor) -> Tensor:
-        """Announces the positions of the next forward and returns its visibility mask [B, 1, T, S']."""
-        self._positions_BT, self._length = positions_BT, int(positions_BT.max()) + 1
-        return (torch.arange(self._length, device=positions_BT.device) <= positions_BT[..., None])[:, None]
+    def begin(self, step: Step) -> Tensor:
+        """Announces the next forward and returns its visibility mask [R, 1, T, P'] (padding sees what a token there would)."""
+        self._step, self._length = step, step.end
+        return (torch.arange(self._length, device=step.positions_S.device) <= step.positions_RT[..., None])[:, None]
 
-    def update(self, keys_BGTH: Tensor, values_BGTH: Tensor, layer: int, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(self, keys_RGTH: Tensor, values_RGTH: Tensor, layer: int, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
         """Called by each attention layer of transformers."""
+        assert self._step is not None
+        keys_RTGH, values_RTGH = keys_RGTH.transpose(1, 2), values_RGTH.transpose(1, 2)
+        return self.write(layer, self._step.packed(keys_RTGH), self._step.packed(values_RTGH))
+
+    def write(self, layer: int, keys_SGH: Tensor, values_SGH: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds a layer's keys and values of the step; returns those of its requests so far, [R, G, P', H]."""
+        assert self._step is not None
         if layer not in self._layers:
-            num_requests, num_heads, _, head_width = keys_BGTH.shape
-            blank = keys_BGTH.new_zeros(2, num_requests, num_heads, self._max_length, head_width)
+            _, num_heads, head_width = keys_SGH.shape
+            num_slots, max_length = self._size
+            blank = keys_SGH.new_zeros(2, num_slots, num_heads, max_length, head_width)
             self._layers[layer] = blank[0], blank[1]
         keys, values = self._layers[layer]
-        rows = torch.arange(len(self._positions_BT), device=keys_BGTH.device)[:, None]
-        keys[rows, :, self._positions_BT] = keys_BGTH.transpose(1, 2)
-        values[rows, :, self._positions_BT] = values_BGTH.transpose(1, 2)
-        return keys[:, :, : self._length], values[:, :, : self._length]
+        keys[self._step.slot_S, :, self._step.positions_S] = keys_SGH
+        values[self._step.slot_S, :, self._step.positions_S] = values_SGH
+        return keys[self._step.slots][:, :, : self._length], values[self._step.slots][:, :, : self._length]
 
     def get_seq_length(self, layer: int = 0) -> int:
         return self._length
 
-    def select(self, rows: Tensor) -> None:
-        """Keeps these requests, in this order."""
-        self._layers = {layer: (keys[rows], values[rows]) for layer, (keys, values) in self._layers.items()}
+    def move(self, source: int, target: int, length: int) -> None:
+        """Puts what a slot holds of its first positions in another's place."""
+        for tensors in self._layers.values():
+            for tensor in tensors:
+                tensor[target, :, :length] = tensor[source, :, :length]
 
 
-class TransformersTarget:
-    """A target in this process. `dtype` is its compute precision."""
+class TransformersTarget(TargetModel):
+    """Any target. `dtype` is its compute precision."""
 
     def __init__(self, folder: Path, tapped_layers: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         from transformers import AutoModelForCausalLM
@@ -168,25 +186,18 @@ class TransformersTarget:
     def _keep(self, layer: int, output: Any) -> None:
         self._tapped[layer] = output[0] if isinstance(output, tuple) else output
 
-    def new_cache(self, max_length: int) -> KeyValueCache:
-        return KeyValueCache(max_length)
-
     @torch.no_grad()
-    def forward(self, tokens_BT: Tensor, positions_BT: Tensor, cache: KeyValueCache) -> TargetStates:
-        mask: Any = cache.begin(positions_BT)
+    def forward(self, step: Step, cache: KeyValueCache) -> TargetStates:
+        mask: Any = cache.begin(step)
         if self._window is not None:  # layers of two kinds; a finished mask is taken as it is, so both are made here
-            is_near = torch.arange(mask.shape[-1], device=self.device) > positions_BT[:, None, :, None] - self._window
+            is_near = torch.arange(mask.shape[-1], device=self.device) > step.positions_RT[:, None, :, None] - self._window
             mask = {"full_attention": mask, "sliding_attention": mask & is_near}
-        output = self._body(input_ids=tokens_BT, attention_mask=mask, position_ids=positions_BT, past_key_values=cache, use_cache=True)
-        return TargetStates(torch.stack([self._tapped[layer] for layer in self.tapped_layers], dim=2), output.last_hidden_state)
+        output = self._body(
+            input_ids=step.padded(step.tokens_S), attention_mask=mask, position_ids=step.positions_RT, past_key_values=cache, use_cache=True
+        )
+        tapped_RTLD = torch.stack([self._tapped[layer] for layer in self.tapped_layers], dim=2)
+        return TargetStates(step.packed(tapped_RTLD), step.packed(output.last_hidden_state))
 
     @torch.no_grad()
     def logits(self, final: Tensor) -> Tensor:
         return _logits(self._model.get_output_embeddings()(final), self.shape)
-
-    def states(self, token_ids: list[int]) -> TargetStates:
-        """States of one whole sequence, without batch dimension: the reference capture."""
-        tokens_BT = torch.tensor([token_ids], device=self.device)
-        positions_BT = torch.arange(len(token_ids), device=self.device)[None]
-        states = self.forward(tokens_BT, positions_BT, self.new_cache(len(token_ids)))
-        return TargetStates(states.tapped_BTLD[0], states.final_BTD[0])
