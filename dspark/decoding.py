@@ -1,26 +1,35 @@
-"""Lossless speculative decoding: draft a block, verify it in one target forward, accept a prefix, repeat.
+"""Lossless speculative decoding: draft a block, verify as much of it as pays in one target forward, accept a prefix, repeat.
 
 `decode` is the one function from prompts to texts and rounds; evaluation, tracing and plain generation (no drafter) all
 go through it. A round of one request whose last token x_0 sits at position a:
 
     drafter  sees the context of positions < a, drafts x_1..x_K
-    target   one forward over x_0..x_K at positions a..a+K
+    policy   from the confidences of all requests of the step, how many tokens l <= K of each are verified
+    target   one forward over x_0..x_l at positions a..a+l of every request, without padding
     verify   accepts a prefix, draws the correction or bonus: the next x_0
     context  tapped states of the accepted positions go into the drafter's context
 
-Each request draws from a stream of its own, keyed by seed and request id. Shapes: B requests, K drafted tokens.
+`batch_size` slots are kept full: a finished request's slot goes to the next prompt at once, and when none is left the last slot
+moves into the gap, so that the caches of the live requests are always their first rows. Every random number is keyed by request
+and position (`sampling.Noise`). Shapes: B requests, K drafted tokens, S tokens of a step.
 """
 
-import hashlib
-from collections.abc import Iterator, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from dspark.drafters.base import ContextRows, DraftContext, Drafter, DraftSampling
+from dspark.calibration import sigmoid
+from dspark.drafters.base import BlockDrafter, ContextRows, Proposal
 from dspark.rounds import Round
-from dspark.sampling import distribution, draw, verify
+from dspark.sampling import VERIFY, BlockDraw, Noise, Sampling, draw, verify
+from dspark.scheduler import Admission
+from dspark.step import Step
 from dspark.target import KeyValueCache, TargetModel, TargetStates
 
 
@@ -33,15 +42,28 @@ class Request:
 
 
 @dataclass(frozen=True)
-class DecodingConfig:
-    """`sampling.temperature` is the target's; `sampling.mode` says how the drafter draws."""
+class Verification:
+    """How much of each draft is verified: `choose` of dspark/scheduler.py on `confidence(logits)`; without it, everything.
 
-    sampling: DraftSampling
+    With `lag_rounds`, `choose` is asynchronous: it is handed each request's confidences of so many rounds ago, NaN where there
+    are none, and the present ones. A drafter without a confidence head counts as certain.
+    """
+
+    name: str = "verify_all"
+    choose: Callable[..., Admission] | None = None
+    confidence: Callable[[np.ndarray], np.ndarray] = sigmoid
+    lag_rounds: int = 0
+
+
+@dataclass(frozen=True)
+class DecodingConfig:
+    sampling: Sampling
     max_new_tokens: int
     stop_ids: tuple[int, ...]
     batch_size: int
     seed: int
     variant: str = ""  # copied into the rounds
+    verification: Verification = Verification()
 
 
 @dataclass
@@ -54,169 +76,229 @@ class Completion:
     rounds: list[Round] = field(default_factory=list)
 
 
-def decode(target: TargetModel, drafter: Drafter | None, requests: Sequence[Request], config: DecodingConfig) -> Iterator[Completion]:
-    """Completions as they finish. Requests are batched by prompt length; those that finish leave their batch."""
+@dataclass(frozen=True)
+class StepTimes:
+    """What one step of the engine took, and what came of it."""
+
+    num_requests: int
+    batch_tokens: int  # verified, anchors included
+    num_emitted: int
+    draft_seconds: float
+    verify_seconds: float  # the target's forward, the test, and the drafter's context
+
+
+def decode(
+    target: TargetModel,
+    drafter: BlockDrafter | None,
+    requests: Sequence[Request],
+    config: DecodingConfig,
+    on_step: Callable[[StepTimes], None] | None = None,
+) -> Iterator[Completion]:
+    """Completions as they finish. Requests begin in the order of falling prompt lengths: neighbours are padded to each other."""
     empty = [request.id for request in requests if not request.prompt_ids]
     if empty:
         raise ValueError(f"request {empty[0]}: the prompt has no tokens. Fix: leave it out, a chat template always renders some")
-    ordered = sorted(requests, key=lambda request: -len(request.prompt_ids))
-    for start in range(0, len(ordered), config.batch_size):
-        yield from _Batch(target, drafter, ordered[start : start + config.batch_size], config).run()
+    if requests:
+        yield from _Engine(target, drafter, requests, config, on_step).run()
 
 
-class _Batch:
-    """Requests decoded together. Row i of every tensor belongs to `self.live[i]`."""
+class _Live:
+    """A request that is being decoded. Its last token, the anchor, is in no cache yet."""
 
-    def __init__(self, target: TargetModel, drafter: Drafter | None, requests: Sequence[Request], config: DecodingConfig) -> None:
-        self.target, self.drafter, self.config, self.device = target, drafter, config, target.device
-        self.live = [Completion(request) for request in requests]
-        self.generators = [stream(config.seed, request.id) for request in requests]
-        self.block_size = drafter.config.block_size if drafter is not None else 0
-        longest = max(len(request.prompt_ids) for request in requests)
-        max_length = longest + config.max_new_tokens + self.block_size + 1
-        self.cache: KeyValueCache = target.new_cache(max_length)
-        self.context: DraftContext | None = drafter.new_context(len(requests), max_length) if drafter is not None else None
-        self.anchor_tokens_B, self.anchor_positions_B = self._prefill(longest)
+    def __init__(self, request: Request, config: DecodingConfig, block_size: int) -> None:
+        self.completion, self.noise = Completion(request), Noise(config.seed, request.id)
+        self.anchor_token, self.position = -1, len(request.prompt_ids)
+        lag = config.verification.lag_rounds
+        self.past_confidences = deque([np.full(block_size, np.nan)] * lag, maxlen=lag)
+        self._config = config
+
+    def emit(self, tokens: Sequence[int]) -> int:
+        """Appends tokens up to the first stop token or the limit; returns how many."""
+        text = self.completion.token_ids
+        before = len(text)
+        for token in tokens:
+            if self.is_done:
+                break
+            text.append(token)
+            if token in self._config.stop_ids:
+                self.completion.finish_reason = "stop"
+        return len(text) - before
+
+    @property
+    def is_done(self) -> bool:
+        return self.completion.finish_reason == "stop" or len(self.completion.token_ids) == self._config.max_new_tokens
+
+
+class _Engine:
+    """Slot i of every cache belongs to `live[i]`."""
+
+    def __init__(
+        self,
+        target: TargetModel,
+        drafter: BlockDrafter | None,
+        requests: Sequence[Request],
+        config: DecodingConfig,
+        on_step: Callable[[StepTimes], None] | None,
+    ) -> None:
+        self._target, self._drafter, self._config, self._on_step = target, drafter, config, on_step
+        self._waiting = deque(sorted(requests, key=lambda request: -len(request.prompt_ids)))
+        self._block_size = drafter.block_size if drafter is not None else 0
+        num_slots = min(config.batch_size, len(requests))
+        max_length = len(self._waiting[0].prompt_ids) + config.max_new_tokens + 2 * (self._block_size + 1)
+        self._cache = KeyValueCache(num_slots, max_length)
+        self._context: Any = drafter.new_context(num_slots, max_length) if drafter is not None else None
+        self._live: list[_Live] = []
 
     def run(self) -> Iterator[Completion]:
-        yield from self._retire()
-        while self.live:
-            self._round()
+        while self._waiting or self._live:
+            free = self._config.batch_size - len(self._live)
+            if self._waiting and free:
+                self._prefill([self._waiting.popleft() for _ in range(min(free, len(self._waiting)))])
+            else:
+                self._round()
             yield from self._retire()
 
-    def _prefill(self, longest: int) -> tuple[Tensor, Tensor]:
-        """Runs the prompts (padded on the right) and draws each request's first token, which belongs to no round."""
-        lengths = [len(completion.request.prompt_ids) for completion in self.live]
-        tokens_BT = torch.tensor(
-            [[*c.request.prompt_ids, *[0] * (longest - n)] for c, n in zip(self.live, lengths, strict=True)], device=self.device
-        )
-        positions_BT = torch.arange(longest, device=self.device).expand(len(lengths), -1)
-        states = self.target.forward(tokens_BT, positions_BT, self.cache)
-        length_B = torch.tensor(lengths, device=self.device)
-        logits_BV = self.target.logits(states.final_BTD[torch.arange(len(lengths)), length_B - 1])
-        first_B = draw(distribution(logits_BV, self.config.sampling.temperature), self._uniforms(1)[:, 0])
-        self._extend(states, tokens_BT, length_B - 1, first_B, positions_BT)
-        for completion, token in zip(self.live, first_B.tolist(), strict=True):
-            self._emit(completion, [token])
-        return first_B, length_B
-
-    def _extend(self, states: TargetStates, tokens_BT: Tensor, last_B: Tensor, anchor_B: Tensor, positions_BT: Tensor) -> None:
-        """Hands new states to the drafter. Those behind `last_B`, after which the new anchor stands, are of padding or of rejected
-        tokens: they lie at or beyond the anchor, where nobody looks."""
-        if self.drafter is None or self.context is None:
-            return
-        following_BT = tokens_BT.roll(-1, dims=1)
-        following_BT[torch.arange(len(last_B), device=self.device), last_B] = anchor_B
-        self.drafter.extend_context(self.context, ContextRows(states.tapped_BTLD.to(self.drafter.dtype), following_BT, positions_BT))
+    def _prefill(self, requests: Sequence[Request]) -> None:
+        """Runs the prompts and draws each request's first token, which belongs to no round."""
+        slots = range(len(self._live), len(self._live) + len(requests))
+        new = [_Live(request, self._config, self._block_size) for request in requests]
+        step = Step.of([request.prompt_ids for request in requests], [0] * len(new), list(slots), self._target.device)
+        states = self._target.forward(step, self._cache)
+        last_B = step.starts_R + step.lengths_R - 1
+        probs_BV = self._config.sampling.probs(self._target.logits(states.final_SD[last_B]))
+        next_B = self._draw(probs_BV, new, [r.position for r in new])
+        self._extend(step, states, last_B, next_B)
+        for live, token in zip(new, next_B.tolist(), strict=True):
+            live.anchor_token = token
+            live.emit([token])
+        self._live += new
 
     def _round(self) -> None:
-        K, sampling = self.block_size, self.config.sampling
-        uniform_BU = self._uniforms(2 * K + 1)
-        tokens_BT, proposal = self.anchor_tokens_B[:, None], None
-        if self.drafter is not None and self.context is not None:
-            proposal = self.drafter.propose(
-                self.context, self.anchor_tokens_B, self.anchor_positions_B, sampling, lambda k, probs_BW: draw(probs_BW, uniform_BU[:, k])
-            )
-            tokens_BT = torch.cat([tokens_BT, proposal.tokens_BK], dim=1)
-        positions_BT = self.anchor_positions_B[:, None] + torch.arange(K + 1, device=self.device)
-        states = self.target.forward(tokens_BT, positions_BT, self.cache)
-        probs_BLV = distribution(self.target.logits(states.final_BTD), sampling.temperature)
-        if self.drafter is None or self.context is None or proposal is None:
-            next_B = draw(probs_BLV[:, 0], uniform_BU[:, 0])
-            for completion, token in zip(self.live, next_B.tolist(), strict=True):
-                self._emit(completion, [token])
-            self.anchor_tokens_B, self.anchor_positions_B = next_B, self.anchor_positions_B + 1
-            return
-        verified = verify(proposal.tokens_BK, proposal.probs_BKW, self.drafter.draft_ids_W, probs_BLV, uniform_BU[:, K:])
-        self._extend(states, tokens_BT, verified.num_accepted_B, verified.next_token_B, positions_BT)
-        index_BK = torch.searchsorted(self.drafter.draft_ids_W, proposal.tokens_BK)
-        draft_prob_BK = proposal.probs_BKW.gather(-1, index_BK[..., None])[..., 0]
+        """One step of all live requests."""
+        started = time.perf_counter()
+        live, B, K, device = self._live, len(self._live), self._block_size, self._target.device
+        anchors_B = torch.tensor([r.anchor_token for r in live], device=device)
+        positions_B = torch.tensor([r.position for r in live], device=device)
+        block = BlockDraw(self._config.sampling, [r.noise for r in live], [r.position for r in live])
+        proposal = Proposal(anchors_B.new_zeros(B, 0))
+        if self._drafter is not None:
+            proposal = self._drafter.propose(self._context, anchors_B, positions_B, block)
+        lengths_B = self._lengths(proposal)
+        drafted_at = time.perf_counter()
+        column_L = torch.arange(K + 1, device=device)
+        is_verified_BL = column_L <= lengths_B[:, None]
+        tokens_BL, positions_BL = torch.cat([anchors_B[:, None], proposal.tokens_BK], dim=1), positions_B[:, None] + column_L
+        step = Step(tokens_BL[is_verified_BL], positions_BL[is_verified_BL], torch.arange(B, device=device), lengths_B + 1)
+        states = self._target.forward(step, self._cache)
+        probs_SV = self._config.sampling.probs(self._target.logits(states.final_SD))
+        ids_W = self._drafter.draft_ids_W if self._drafter is not None else anchors_B[:0]
+        verified = verify(proposal.tokens_BK, block.probs_BKW, ids_W, lengths_B, probs_SV, self._uniforms(K))
+        accepted = verified.num_accepted_B.tolist()
+        next_B = self._draw(verified.next_probs_BV, live, [r.position + n + 1 for r, n in zip(live, accepted, strict=True)])
+        self._extend(step, states, step.starts_R + verified.num_accepted_B, next_B)
         columns = zip(
-            self.live,
-            self.anchor_positions_B.tolist(),
-            self.anchor_tokens_B.tolist(),
+            live,
             proposal.tokens_BK.tolist(),
-            draft_prob_BK.tolist(),
+            verified.draft_prob_BK.tolist(),
             verified.target_prob_BK.tolist(),
-            proposal.confidence_logits_BK.tolist() if proposal.confidence_logits_BK is not None else [[]] * len(self.live),
-            verified.num_accepted_B.tolist(),
-            verified.next_token_B.tolist(),
+            [[]] * B if proposal.confidence_logits_BK is None else proposal.confidence_logits_BK.tolist(),
+            lengths_B.tolist(),
+            accepted,
+            next_B.tolist(),
             strict=True,
         )
-        for completion, position, anchor, drafted, draft_probs, target_probs, logits, accepted, following in columns:
-            self._record(completion, position, anchor, drafted, draft_probs, target_probs, logits, accepted, following)
-        self.anchor_tokens_B = verified.next_token_B
-        self.anchor_positions_B = self.anchor_positions_B + verified.num_accepted_B + 1
+        num_emitted = sum(self._finish(*row) for row in columns)
+        if self._on_step:
+            times = drafted_at - started, time.perf_counter() - drafted_at
+            self._on_step(StepTimes(B, len(step.tokens_S), num_emitted, *times))
 
-    def _record(
+    def _lengths(self, proposal: Proposal) -> Tensor:
+        """How many drafted tokens of each request are verified."""
+        B, K = proposal.tokens_BK.shape
+        drafted_B = np.full(B, K) if proposal.lengths_B is None else proposal.lengths_B.numpy(force=True)
+        verification = self._config.verification
+        if verification.choose is None:
+            return torch.from_numpy(drafted_B).to(self._target.device)
+        logits_BK = proposal.confidence_logits_BK
+        confidence_BK = np.ones((B, K)) if logits_BK is None else verification.confidence(logits_BK.double().numpy(force=True))
+        confidence_BK = np.where(np.arange(K) < drafted_B[:, None], confidence_BK, 0.0)
+        if verification.lag_rounds:
+            admission = verification.choose(np.stack([r.past_confidences[0] for r in self._live]), confidence_BK)
+            for r, row_K in zip(self._live, confidence_BK, strict=True):
+                r.past_confidences.append(row_K)
+        else:
+            admission = verification.choose(confidence_BK)
+        return torch.from_numpy(np.minimum(admission.lengths_R, drafted_B)).to(self._target.device)
+
+    def _uniforms(self, K: int) -> Tensor:
+        """Of the tests; a point mass needs none."""
+        if self._config.sampling.temperature == 0.0:
+            return torch.zeros(len(self._live), K, device=self._target.device)
+        rows = [r.noise.uniforms(r.position + 1, K) for r in self._live]
+        return torch.tensor(rows, dtype=torch.float64, device=self._target.device).view(len(rows), K)
+
+    def _draw(self, probs_BV: Tensor, requests: Sequence[_Live], positions: Sequence[int]) -> Tensor:
+        if self._config.sampling.temperature == 0.0:
+            return probs_BV.argmax(-1)
+        return draw(probs_BV, [r.noise for r in requests], VERIFY, positions)
+
+    def _extend(self, step: Step, states: TargetStates, last_B: Tensor, anchors_B: Tensor) -> None:
+        """Hands a step's states to the drafter; each request's new anchor stands after its row `last_B`."""
+        if self._drafter is not None:
+            self._drafter.extend_context(
+                self._context, ContextRows(step, states.tapped_SLD, step.tokens_S.roll(-1).index_put((last_B,), anchors_B))
+            )
+
+    def _finish(
         self,
-        completion: Completion,
-        position: int,
-        anchor: int,
+        live: _Live,
         drafted: list[int],
         draft_probs: list[float],
         target_probs: list[float],
         confidence_logits: list[float],
+        proposed: int,
         accepted: int,
         following: int,
-    ) -> None:
-        """Stores the round, cut at an accepted stop token, and emits its tokens."""
-        stop = next((i + 1 for i, token in enumerate(drafted[:accepted]) if token in self.config.stop_ids), None)
-        proposed, accepted = (len(drafted), accepted) if stop is None else (stop, stop)
-        completion.rounds.append(
-            Round(
-                request_id=completion.request.id,
-                domain=completion.request.domain,
-                source=completion.request.source,
-                round_index=len(completion.rounds),
-                temperature=self.config.sampling.temperature,
-                draft_mode=self.config.sampling.mode,
-                variant=self.config.variant,
-                policy="verify_all",
-                context_length_tokens=position,
-                anchor_token=anchor,
-                draft_tokens=tuple(drafted[:proposed]),
-                draft_probs=tuple(draft_probs[:proposed]),
-                target_probs=tuple(target_probs[:proposed]),
-                confidence_logits=tuple(confidence_logits[:proposed]),
-                proposed=proposed,
-                accepted=accepted,
-                next_token=following if stop is None else None,
-                ended_by_stop=stop is not None,
+    ) -> int:
+        """Stores the round, cut at an accepted stop token, and emits its tokens; returns how many."""
+        request, rounds = live.completion.request, live.completion.rounds
+        stop = next((i + 1 for i, token in enumerate(drafted[:accepted]) if token in self._config.stop_ids), None)
+        emitted = [*drafted[:accepted], following][:stop]
+        if self._drafter is not None:
+            proposed, accepted = (proposed, accepted) if stop is None else (stop, stop)
+            rounds.append(
+                Round(
+                    request_id=request.id,
+                    domain=request.domain,
+                    source=request.source,
+                    round_index=len(rounds),
+                    temperature=self._config.sampling.temperature,
+                    draft_mode=self._config.sampling.mode,
+                    variant=self._config.variant,
+                    policy=self._config.verification.name,
+                    context_length_tokens=live.position,
+                    anchor_token=live.anchor_token,
+                    draft_tokens=tuple(drafted[:proposed]),
+                    draft_probs=tuple(draft_probs[:proposed]),
+                    target_probs=tuple(target_probs[:proposed]),
+                    confidence_logits=tuple(confidence_logits[:proposed]),
+                    proposed=proposed,
+                    accepted=accepted,
+                    next_token=following if stop is None else None,
+                    ended_by_stop=stop is not None,
+                )
             )
-        )
-        self._emit(completion, drafted[:accepted] + ([following] if stop is None else []))
-
-    def _emit(self, completion: Completion, tokens: list[int]) -> None:
-        """Appends tokens up to the first stop token or the limit."""
-        for token in tokens:
-            if len(completion.token_ids) == self.config.max_new_tokens:
-                return
-            completion.token_ids.append(token)
-            if token in self.config.stop_ids:
-                completion.finish_reason = "stop"
-                return
+        live.anchor_token, live.position = following, live.position + len(emitted)
+        return live.emit(emitted)
 
     def _retire(self) -> Iterator[Completion]:
-        """Takes finished requests out of the batch."""
-        is_done = [c.finish_reason == "stop" or len(c.token_ids) == self.config.max_new_tokens for c in self.live]
-        if not any(is_done):
-            return
-        finished = [c for c, done in zip(self.live, is_done, strict=True) if done]
-        rows = torch.tensor([i for i, done in enumerate(is_done) if not done], dtype=torch.long, device=self.device)
-        self.live = [self.live[i] for i in rows.tolist()]
-        self.generators = [self.generators[i] for i in rows.tolist()]
-        self.anchor_tokens_B, self.anchor_positions_B = self.anchor_tokens_B[rows], self.anchor_positions_B[rows]
-        self.cache.select(rows)
-        if self.context is not None:
-            self.context = self.context.rows(rows)
-        yield from finished
-
-    def _uniforms(self, num: int) -> Tensor:
-        return torch.stack([torch.rand(num, generator=generator) for generator in self.generators]).to(self.device)
-
-
-def stream(seed: int, request_id: str) -> torch.Generator:
-    """A request's own random numbers, the same in any batch."""
-    digest = hashlib.sha256(f"{seed}/{request_id}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        """Takes finished requests out; the last live one moves into a gap."""
+        for slot in reversed(range(len(self._live))):
+            if self._live[slot].is_done:
+                yield self._live[slot].completion
+                last = self._live.pop()
+                if slot < len(self._live):
+                    self._live[slot] = last
+                    for kept in (self._cache, self._context):
+                        if kept is not None:
+                            kept.move(len(self._live), slot, last.position)

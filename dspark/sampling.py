@@ -75,7 +75,7 @@ class Noise:
 
     def exponentials(self, purpose: int, position: int, size: int) -> np.ndarray:
         """E_v of the race at a position, fp32."""
-        return np.maximum(self._generator(purpose, position).standard_exponential(size, dtype=np.float32), np.finfo(np.float32).tiny)
+        return exponentials(self.generator(purpose, position), (size,))
 
     def uniforms(self, position: int, size: int) -> list[float]:
         """Of the tests of the tokens at this position and the following ones."""
@@ -84,11 +84,16 @@ class Noise:
     def _uniform(self, position: int) -> float:
         block = position // UNIFORMS_AT_ONCE
         if block not in self._uniforms:
-            self._uniforms[block] = self._generator(ACCEPT, block).random(UNIFORMS_AT_ONCE)
+            self._uniforms[block] = self.generator(ACCEPT, block).random(UNIFORMS_AT_ONCE)
         return float(self._uniforms[block][position % UNIFORMS_AT_ONCE])
 
-    def _generator(self, purpose: int, position: int) -> np.random.Generator:
+    def generator(self, purpose: int, position: int) -> np.random.Generator:
         return np.random.Generator(np.random.Philox(key=self._key, counter=[0, 0, position, purpose]))
+
+
+def exponentials(generator: np.random.Generator, size: tuple[int, ...]) -> np.ndarray:
+    """fp32, none 0."""
+    return np.maximum(generator.standard_exponential(size, dtype=np.float32), np.finfo(np.float32).tiny)
 
 
 def race(probs: Tensor, exponentials: Tensor) -> Tensor:

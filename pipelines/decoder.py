@@ -80,9 +80,9 @@ class Decoder:
 
     def config(self, setting: DecodingSetting) -> "DecodingConfig":
         from dspark.decoding import DecodingConfig
-        from dspark.drafters.base import DraftSampling
+        from dspark.sampling import Sampling
 
-        sampling, limits = DraftSampling(setting.draft_mode, setting.temperature), self._settings
+        sampling, limits = Sampling(setting.draft_mode, setting.temperature), self._settings
         return DecodingConfig(
             sampling, limits.max_new_tokens, self.tokenizer.stop_ids, limits.batch_size, limits.seed, setting.ablation or ""
         )

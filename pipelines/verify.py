@@ -179,7 +179,7 @@ class Verifier:
 
         from dspark.states import decode
 
-        best = self._target.logits(self._target.states(row.token_ids_T.tolist()).final_BTD[supervised_rows(row.loss_mask_T)]).topk(2)
+        best = self._target.logits(self._target.states(row.token_ids_T.tolist()).final_SD[supervised_rows(row.loss_mask_T)]).topk(2)
         is_decisive = best.values[:, 0] - best.values[:, 1] > DECISIVE_LOGITS
         if row.final_SD is not None:
             final = torch.empty(row.final_SD.codes.shape, dtype=torch.bfloat16)

@@ -73,7 +73,7 @@ def bench_decoding(batch_size: int, num_prompts: int) -> None:
     from dspark.chat import ChatTokenizer, messages
     from dspark.checkpoint import load_drafter
     from dspark.decoding import DecodingConfig, Request, decode
-    from dspark.drafters.base import DraftSampling
+    from dspark.sampling import Sampling
     from dspark.target import TransformersTarget, load_head
 
     settings, _ = compose([])
@@ -91,7 +91,7 @@ def bench_decoding(batch_size: int, num_prompts: int) -> None:
     rows = [json.loads(line) for line in root.read(f"{planned['prompts'].step.folder}/prompts.jsonl").splitlines()]
     chosen = [row for row in rows if row["split"] == "test" and row["domain"] in ("math", "code")][:num_prompts]
     requests = [Request(row["id"], tuple(tokenizer.prompt_ids(messages(row["system"], row["turns"], [])))) for row in chosen]
-    config = DecodingConfig(DraftSampling("greedy", 0.0), 64, tokenizer.stop_ids, batch_size, 0)
+    config = DecodingConfig(Sampling("greedy", 0.0), 64, tokenizer.stop_ids, batch_size, 0)
     counted: dict[str, list[float]] = {"plain": [], "drafted": []}
     for _ in range(3):
         for name in counted:

@@ -140,7 +140,7 @@ def accepted_decoding(drafter: Drafter, settings, root, planned, folder: Path, n
     """Accepted tokens a round, bonus included, greedy, on test prompts of math and code."""
     from dspark.chat import ChatTokenizer, messages
     from dspark.decoding import DecodingConfig, Request, decode
-    from dspark.drafters.base import DraftSampling
+    from dspark.sampling import Sampling
     from dspark.target import TransformersTarget
 
     target = TransformersTarget(folder, settings.target.tapped_layers, fast_dtype(), torch.device("cpu"))
@@ -148,7 +148,7 @@ def accepted_decoding(drafter: Drafter, settings, root, planned, folder: Path, n
     prompts = [json.loads(line) for line in root.read(f"{planned['prompts'].step.folder}/prompts.jsonl").splitlines()]
     chosen = [row for row in prompts if row["split"] == "test" and row["domain"] in ("math", "code")][:num_prompts]
     requests = [Request(row["id"], tuple(tokenizer.prompt_ids(messages(row["system"], row["turns"][:1], [])))) for row in chosen]
-    config = DecodingConfig(DraftSampling("greedy", 0.0), 96, tokenizer.stop_ids, num_prompts, 0)
+    config = DecodingConfig(Sampling("greedy", 0.0), 96, tokenizer.stop_ids, num_prompts, 0)
     rounds = [r for done in decode(target, drafter.to(fast_dtype()), requests, config) for r in done.rounds]
     drafter.to(torch.float32)
     return float(np.mean([r.accepted + 1 for r in rounds])), len(rounds)

@@ -8,13 +8,14 @@ vocabulary, W draft vocabulary (W = V unless it is reduced), C best logits kept.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from dspark.config import DrafterConfig, TargetShape
 from dspark.layers import soft_capped
+from dspark.step import Step
 
 INIT_STD = 0.02
 
@@ -143,30 +144,22 @@ class DraftHead:
         return index.where(self.ids_W[index] == token_ids, -1)
 
 
-@dataclass(frozen=True)
-class DraftSampling:
-    """`probabilistic`: x_k ~ p_d at this temperature. `greedy`: x_k = argmax, p_d is a point mass."""
-
-    mode: Literal["probabilistic", "greedy"]
-    temperature: float
-
-
-# Position k and its draft distribution p_d [B, W] -> the drafted tokens as draft-vocabulary indices [B].
+# Position k and the draft's logits there [B, W] -> the drafted tokens as draft-vocabulary indices [B].
 Choose = Callable[[int, Tensor], Tensor]
 
 
 @dataclass
 class Proposal:
-    """A drafted block. `probs_BKW` is the very tensor that the tokens were chosen from."""
+    """Drafted blocks. `lengths_B`: of those drafters that do not always have K tokens to propose."""
 
     tokens_BK: Tensor  # target ids
-    probs_BKW: Tensor
-    confidence_logits_BK: Tensor | None
+    confidence_logits_BK: Tensor | None = None
+    lengths_B: Tensor | None = None
 
 
 class DraftContext:
-    """What a drafter keeps of the target's context, per token: keys and values [B, S, G, H] of each layer, and, for drafters
-    that go on from a row of the context, its state [B, S, D].
+    """What a drafter keeps of the target's context, a tensor [slots, P, ...] each: keys and values of every layer, and, for drafters
+    that go on from a row of the context, its state.
 
     Writing at explicit positions makes a roll-back unnecessary: entries at or beyond the anchor are never visible, and the
     next round overwrites them.
@@ -176,18 +169,46 @@ class DraftContext:
         self.keys, self.values, self.hidden_BSD = keys, values, hidden_BSD
 
     def rows(self, rows: Tensor) -> "DraftContext":
-        """A copy of these requests, in this order."""
+        """A copy of these slots, in this order."""
         hidden = None if self.hidden_BSD is None else self.hidden_BSD[rows]
         return DraftContext([k[rows] for k in self.keys], [v[rows] for v in self.values], hidden)
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Puts what a slot holds of its first positions in another's place."""
+        for tensor in (*self.keys, *self.values, *(() if self.hidden_BSD is None else (self.hidden_BSD,))):
+            tensor[target, :length] = tensor[source, :length]
 
 
 @dataclass
 class ContextRows:
-    """Verified tokens that become context. `next_tokens_BT`: the token after each, of the last one the new anchor."""
+    """Tokens that become context, and the target's states of them. `next_tokens_S`: the token after each, of the last verified one
+    the new anchor. Tokens that were rejected lie at or beyond the anchor, where nobody looks."""
 
-    tapped_BTLD: Tensor
-    next_tokens_BT: Tensor
-    positions_BT: Tensor
+    step: Step
+    tapped_SLD: Tensor
+    next_tokens_S: Tensor
+
+
+class BlockDrafter(Protocol):
+    """What decoding asks of a drafter. B requests are the first B slots of the context."""
+
+    @property
+    def block_size(self) -> int: ...
+
+    @property
+    def draft_ids_W(self) -> Tensor:
+        """Ascending target ids of the draft vocabulary."""
+        ...
+
+    def new_context(self, num_slots: int, max_length: int) -> Any: ...
+
+    def extend_context(self, context: Any, rows: ContextRows) -> None:
+        """Adds the context of verified tokens at their positions."""
+        ...
+
+    def propose(self, context: Any, anchor_tokens_B: Tensor, anchor_positions_B: Tensor, choose: Choose) -> Proposal:
+        """Drafts a block after each anchor, token by token as `choose` draws them."""
+        ...
 
 
 class Drafter(nn.Module):
@@ -229,6 +250,10 @@ class Drafter(nn.Module):
         return DraftHead(self.lm_head_WD, None, self.draft_ids_W, self.shape.logit_soft_cap)
 
     @property
+    def block_size(self) -> int:
+        return self.config.block_size
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.lm_head_WD.dtype
 
@@ -253,15 +278,11 @@ class Drafter(nn.Module):
         """Teacher-forced predictions of every block row."""
         raise NotImplementedError
 
-    def new_context(self, num_requests: int, max_length: int) -> DraftContext:
+    def new_context(self, num_slots: int, max_length: int) -> DraftContext:
         raise NotImplementedError
 
     def extend_context(self, context: DraftContext, rows: ContextRows) -> None:
-        """Adds the context of verified tokens at their positions."""
         raise NotImplementedError
 
-    def propose(
-        self, context: DraftContext, anchor_tokens_B: Tensor, anchor_positions_B: Tensor, sampling: DraftSampling, choose: Choose
-    ) -> Proposal:
-        """Drafts a block after each anchor, token by token as `choose` draws them."""
+    def propose(self, context: DraftContext, anchor_tokens_B: Tensor, anchor_positions_B: Tensor, choose: Choose) -> Proposal:
         raise NotImplementedError

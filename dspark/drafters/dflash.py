@@ -23,14 +23,12 @@ from dspark.drafters.base import (
     DraftContext,
     Drafter,
     DraftHead,
-    DraftSampling,
     FrozenTables,
     Proposal,
     TrainingBatch,
 )
 from dspark.drafters.heads import ConfidenceHead, HeadStep, MarkovHead
 from dspark.layers import DrafterLayer, RMSNorm, Rotation
-from dspark.sampling import distribution
 
 
 class DFlash(Drafter):
@@ -66,39 +64,35 @@ class DFlash(Drafter):
 
     # --- decoding -----------------------------------------------------------------------------------------------------
 
-    def new_context(self, num_requests: int, max_length: int) -> DraftContext:
-        size = (num_requests, max_length, self.shape.num_kv_heads, self.shape.head_width)
+    def new_context(self, num_slots: int, max_length: int) -> DraftContext:
+        size = (num_slots, max_length, self.shape.num_kv_heads, self.shape.head_width)
         blank = [self.lm_head_WD.new_zeros(size) for _ in range(2 * len(self.layers))]
         return DraftContext(blank[::2], blank[1::2])
 
     @torch.no_grad()
     def extend_context(self, context: DraftContext, rows: ContextRows) -> None:
-        place = torch.arange(len(rows.positions_BT), device=rows.positions_BT.device)[:, None], rows.positions_BT
-        for i, (keys, values) in enumerate(self._context(rows.tapped_BTLD, rows.positions_BT)):
+        place = rows.step.slot_S, rows.step.positions_S
+        for i, (keys, values) in enumerate(self._context(rows.tapped_SLD.to(self.dtype), rows.step.positions_S)):
             context.keys[i][place], context.values[i][place] = keys, values
 
     @torch.no_grad()
-    def propose(
-        self, context: DraftContext, anchor_tokens_B: Tensor, anchor_positions_B: Tensor, sampling: DraftSampling, choose: Choose
-    ) -> Proposal:
+    def propose(self, context: DraftContext, anchor_tokens_B: Tensor, anchor_positions_B: Tensor, choose: Choose) -> Proposal:
         """One parallel pass, then the sequential head token by token."""
-        S = int(anchor_positions_B.max())
-        known = [(k[:, :S], v[:, :S]) for k, v in zip(context.keys, context.values, strict=True)]
+        B, S = len(anchor_tokens_B), int(anchor_positions_B.max())
+        known = [(k[:B, :S], v[:B, :S]) for k, v in zip(context.keys, context.values, strict=True)]
         hidden_BKD = self._blocks(anchor_tokens_B[:, None], anchor_positions_B[:, None], known)[:, 0]
-        head, temperature = self.head, 0.0 if sampling.mode == "greedy" else sampling.temperature
-        previous_B, step, tokens, probs, confidences = anchor_tokens_B, None, [], [], []
+        head, previous_B, step, tokens, confidences = self.head, anchor_tokens_B, None, [], []
         base_BKW = head.logits(hidden_BKD)
         for k in range(self.config.block_size):
             logits_BW = base_BKW[:, k]
             if self.markov_head is not None:
                 step = self.markov_head.step(previous_B, hidden_BKD[:, k], step.state if step else None)
                 logits_BW = logits_BW if head.bias_weight_WR is None else logits_BW + nn.functional.linear(step.bias, head.bias_weight_WR)
-            probs.append(distribution(logits_BW, temperature))
             confidences.append(self._confidence(hidden_BKD[:, k], step))
-            previous_B = self.draft_ids_W[choose(k, probs[-1])]
+            previous_B = self.draft_ids_W[choose(k, logits_BW)]
             tokens.append(previous_B)
         confidence = None if confidences[0] is None else torch.stack([c for c in confidences if c is not None], dim=1)
-        return Proposal(torch.stack(tokens, dim=1), torch.stack(probs, dim=1), confidence)
+        return Proposal(torch.stack(tokens, dim=1), confidence)
 
     # --- pieces -------------------------------------------------------------------------------------------------------
 

@@ -22,13 +22,11 @@ from dspark.drafters.base import (
     ContextRows,
     DraftContext,
     Drafter,
-    DraftSampling,
     FrozenTables,
     Proposal,
     TrainingBatch,
 )
 from dspark.layers import MLP, BlockAttention, RMSNorm, Rotation, attend
-from dspark.sampling import distribution
 
 
 class RecurrentLayer(nn.Module):
@@ -79,34 +77,30 @@ class Recurrent(Drafter):
         rows = [block.step(batch.previous_BAK[..., k]) for k in range(self.config.block_size)]
         return BlockOutput(torch.stack(rows, dim=2), None, None)
 
-    def new_context(self, num_requests: int, max_length: int) -> DraftContext:
-        size, new = (num_requests, max_length), self.lm_head_WD.new_zeros
+    def new_context(self, num_slots: int, max_length: int) -> DraftContext:
+        size, new = (num_slots, max_length), self.lm_head_WD.new_zeros
         heads = (self.shape.num_kv_heads, self.shape.head_width)
         return DraftContext([new(*size, *heads)], [new(*size, *heads)], new(*size, self.shape.width))
 
     @torch.no_grad()
     def extend_context(self, context: DraftContext, rows: ContextRows) -> None:
-        place = torch.arange(len(rows.positions_BT), device=rows.positions_BT.device)[:, None], rows.positions_BT
-        state_BTD = self.first_state(rows.tapped_BTLD)
+        place, positions_S = (rows.step.slot_S, rows.step.positions_S), rows.step.positions_S
+        state_SD = self.first_state(rows.tapped_SLD.to(self.dtype))
         assert context.hidden_BSD is not None
-        context.hidden_BSD[place] = state_BTD
-        context.keys[0][place], context.values[0][place] = self._context(state_BTD, rows.next_tokens_BT, rows.positions_BT)
+        context.hidden_BSD[place] = state_SD
+        context.keys[0][place], context.values[0][place] = self._context(state_SD, rows.next_tokens_S, positions_S)
 
     @torch.no_grad()
-    def propose(
-        self, context: DraftContext, anchor_tokens_B: Tensor, anchor_positions_B: Tensor, sampling: DraftSampling, choose: Choose
-    ) -> Proposal:
-        S = int(anchor_positions_B.max())
+    def propose(self, context: DraftContext, anchor_tokens_B: Tensor, anchor_positions_B: Tensor, choose: Choose) -> Proposal:
+        B, S = len(anchor_tokens_B), int(anchor_positions_B.max())
         assert context.hidden_BSD is not None
-        window = context.keys[0][:, :S], context.values[0][:, :S]
-        block = _Block(self, window, context.hidden_BSD[:, :S], anchor_positions_B[:, None])
-        head, temperature = self.head, 0.0 if sampling.mode == "greedy" else sampling.temperature
-        previous_B, tokens, probs = anchor_tokens_B, [], []
+        window = context.keys[0][:B, :S], context.values[0][:B, :S]
+        block = _Block(self, window, context.hidden_BSD[:B, :S], anchor_positions_B[:, None])
+        head, previous_B, tokens = self.head, anchor_tokens_B, []
         for k in range(self.config.block_size):
-            probs.append(distribution(head.logits(block.step(previous_B[:, None])[:, 0]), temperature))
-            previous_B = self.draft_ids_W[choose(k, probs[-1])]
+            previous_B = self.draft_ids_W[choose(k, head.logits(block.step(previous_B[:, None])[:, 0]))]
             tokens.append(previous_B)
-        return Proposal(torch.stack(tokens, dim=1), torch.stack(probs, dim=1), None)
+        return Proposal(torch.stack(tokens, dim=1))
 
     def rotation(self, positions: Tensor) -> Rotation:
         return Rotation.at(positions, self.shape.rope, self.dtype)

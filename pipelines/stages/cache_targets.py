@@ -351,4 +351,4 @@ class ReferenceCapture:
     def capture(self, sequences: list[list[int]]) -> Iterator[tuple[Any, Any]]:
         for token_ids in sequences:
             states = self._target.states(token_ids)
-            yield states.tapped_BTLD, states.final_BTD
+            yield states.tapped_SLD, states.final_SD

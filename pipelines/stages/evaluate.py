@@ -120,7 +120,7 @@ class Evaluator:
             if one.token_ids != other.token_ids:
                 position = next((i for i, (a, b) in enumerate(zip(one.token_ids, other.token_ids, strict=False)) if a != b), 0)
                 states = target.states([*one.request.prompt_ids, *one.token_ids[:position]])
-                best = target.logits(states.final_BTD[-1]).topk(2).values
+                best = target.logits(states.final_SD[-1]).topk(2).values
                 partings.append({"id": one.request.id, "position": position, "margin": float(best[0] - best[1])})
         num_tokens = sum(len(c.token_ids) for c in plain + drafted)
         num_wrong = sum(parting["margin"] > MARGIN for parting in partings)

@@ -115,14 +115,16 @@ class Profiler:
     def _decoding_steps(self) -> list[tuple[dict[str, Any], Callable[[], Any]]]:
         import torch
 
-        from dspark.drafters.base import ContextRows, DraftSampling
+        from dspark.drafters.base import ContextRows
         from dspark.sampling import distribution, verify
+        from dspark.step import Step
+        from dspark.target import KeyValueCache
 
         stage, settings = self._stage, self._settings
         decoder = Decoder(DecoderSettings(settings.target_uri, settings.drafter_uri, settings.config.target.weights, 0, 0, 0, 0))
         target, drafter = decoder.models(stage.precision)
-        K, context_tokens, device = drafter.config.block_size, stage.context_tokens, decoder.device
-        sampling = DraftSampling("greedy", 0.0)
+        K, context_tokens, device = drafter.block_size, stage.context_tokens, decoder.device
+        token = int(drafter.draft_ids_W[0])
 
         def synchronise() -> None:
             if device.type == "cuda":
@@ -131,19 +133,17 @@ class Profiler:
         def verification(batch_tokens: int) -> Callable[[], None]:
             num_requests, width = _shape(batch_tokens, K)
             cache, context = (
-                target.new_cache(context_tokens + width),
+                KeyValueCache(num_requests, context_tokens + width),
                 drafter.new_context(num_requests, context_tokens + width),
             )
-            tokens_BT = torch.full((num_requests, width), int(drafter.draft_ids_W[0]), device=device)
-            positions_BT = context_tokens + torch.arange(width, device=device).expand(num_requests, -1)
-            probs_BKW = torch.ones(num_requests, width - 1, len(drafter.draft_ids_W), device=device)
-            uniform_BL = torch.full((num_requests, width), 0.5, device=device)
+            tokens = Step.of([[token] * width] * num_requests, [context_tokens] * num_requests, range(num_requests), device)
+            drafted_BK, uniform_BK = tokens.tokens_S.view(num_requests, width)[:, 1:], torch.zeros(num_requests, width - 1, device=device)
 
             def step() -> None:
-                states = target.forward(tokens_BT, positions_BT, cache)
-                probs_BLV = distribution(target.logits(states.final_BTD), 0.0)
-                verify(tokens_BT[:, 1:], probs_BKW, drafter.draft_ids_W, probs_BLV, uniform_BL)
-                drafter.extend_context(context, ContextRows(states.tapped_BTLD.to(drafter.dtype), tokens_BT, positions_BT))
+                states = target.forward(tokens, cache)
+                probs_SV = distribution(target.logits(states.final_SD), 0.0)
+                verify(drafted_BK, None, drafter.draft_ids_W, tokens.lengths_R - 1, probs_SV, uniform_BK)
+                drafter.extend_context(context, ContextRows(tokens, states.tapped_SLD, tokens.tokens_S))
                 synchronise()
 
             return step
@@ -151,11 +151,11 @@ class Profiler:
         def drafting(num_requests: int) -> Callable[[], None]:
             context = drafter.new_context(num_requests, context_tokens + K)
             anchors_B = torch.full((num_requests,), context_tokens, device=device)
-            tokens_B = torch.full_like(anchors_B, int(drafter.draft_ids_W[0]))
+            tokens_B = torch.full_like(anchors_B, token)
 
             @torch.no_grad()
             def step() -> None:
-                drafter.propose(context, tokens_B, anchors_B, sampling, lambda _, probs_BW: probs_BW.argmax(-1))
+                drafter.propose(context, tokens_B, anchors_B, lambda _, logits_BW: logits_BW.argmax(-1))
                 synchronise()
 
             return step

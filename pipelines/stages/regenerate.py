@@ -195,11 +195,11 @@ class ReferenceGenerator:
 
     def generate(self, prompts: list[list[int]]) -> list[tuple[list[int], str]]:
         from dspark.decoding import DecodingConfig, Request, decode
-        from dspark.drafters.base import DraftSampling
+        from dspark.sampling import Sampling
 
         self._calls += 1
         requests = [Request(f"{self._calls}/{i}", tuple(ids)) for i, ids in enumerate(prompts)]
-        sampling = DraftSampling("probabilistic", self._config.sampling.temperature)
+        sampling = Sampling("probabilistic", self._config.sampling.temperature)
         config = DecodingConfig(sampling, self._config.regenerate.max_new_tokens, self._stop_ids, 16, self._seed)
         done = {c.request.id: (c.token_ids, c.finish_reason) for c in decode(self._target, None, requests, config)}
         return [done[request.id] for request in requests]

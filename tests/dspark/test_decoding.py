@@ -16,9 +16,10 @@ import torch
 from dspark.config import DFlashConfig, DSparkConfig, Eagle3Config, MtpConfig
 from dspark.decoding import DecodingConfig, Request, decode
 from dspark.drafters import build_drafter
-from dspark.drafters.base import DraftSampling, PackedContext, TrainingBatch
-from dspark.sampling import distribution
-from dspark.target import TransformersTarget, load_head
+from dspark.drafters.base import PackedContext, TrainingBatch
+from dspark.sampling import Sampling, distribution
+from dspark.step import Step
+from dspark.target import KeyValueCache, TransformersTarget, load_head
 from dspark.trace import every_position
 from tests import oracles
 
@@ -56,7 +57,7 @@ def _drafter(folder: Path, target, kind="dspark", draft_ids=None):
             parameter.data.copy_(torch.from_numpy(generator.normal(0.0, 0.3, parameter.shape)))
     if kind == "dspark":
         drafter.norm.weight.data.fill_(0.2)  # the backbone disturbs the head's guess, it does not drown it
-        logits_VV = torch.stack([target.logits(target.states([token]).final_BTD)[0] for token in range(V)])
+        logits_VV = torch.stack([target.logits(target.states([token]).final_SD)[0] for token in range(V)])
         drafter.markov_head.markov_w1.weight.data.copy_(torch.eye(V))
         drafter.markov_head.markov_w2.weight.data.copy_(logits_VV.T[drafter.draft_ids_W])
     return drafter
@@ -71,11 +72,11 @@ REQUESTS = [
     Request(f"request-{i}", tuple(ids), domain="math", source="made up")
     for i, ids in enumerate([[3, 14, 15, 9, 26, 5], [35], [8, 9, 7, 9], [32, 38, 46, 26, 43, 38, 32, 7, 9], [50, 28, 8]])
 ]
-CONFIG = DecodingConfig(DraftSampling("probabilistic", 1.0), max_new_tokens=24, stop_ids=(), batch_size=5, seed=3)
+CONFIG = DecodingConfig(Sampling("probabilistic", 1.0), max_new_tokens=24, stop_ids=(), batch_size=5, seed=3)
 
 
 def _config(mode="probabilistic", temperature=1.0, **changes):
-    return dataclasses.replace(CONFIG, sampling=DraftSampling(mode, temperature), **changes)
+    return dataclasses.replace(CONFIG, sampling=Sampling(mode, temperature), **changes)
 
 
 def _run(target, drafter, config, requests=REQUESTS):
@@ -155,10 +156,9 @@ def exact(target):
     """The target's probability of the first two tokens after PROMPT, and of the second and third, [V, V] each."""
 
     def following(prefixes):
-        tokens = torch.tensor(prefixes)
-        cache = target.new_cache(tokens.shape[1])
-        states = target.forward(tokens, torch.arange(tokens.shape[1]).expand(len(tokens), -1), cache)
-        return distribution(target.logits(states.final_BTD[:, -1]), 1.0)
+        step = Step.of(prefixes, [0] * len(prefixes), range(len(prefixes)), target.device)
+        states = target.forward(step, KeyValueCache(len(prefixes), len(prefixes[0])))
+        return distribution(target.logits(states.final_SD[step.starts_R + step.lengths_R - 1]), 1.0)
 
     first = following([PROMPT])[0]
     second = following([[*PROMPT, a] for a in range(V)])
@@ -226,7 +226,7 @@ def test_rounds_hold_the_probabilities_of_a_teacher_forced_pass(tiny_target, kin
         for r in completion.rounds:
             a = r.context_length_tokens
             previous = torch.tensor([[[r.anchor_token, *r.draft_tokens[:-1]]]])
-            context = PackedContext.of(states.tapped_BTLD[:a], torch.tensor(text[1 : a + 1]), [a])
+            context = PackedContext.of(states.tapped_SLD[:a], torch.tensor(text[1 : a + 1]), [a])
             batch = TrainingBatch(context, torch.tensor([[a]]), previous, previous, previous >= 0, None, None)
             with torch.no_grad():
                 output, temperature = drafter(batch), 0.7 if mode == "probabilistic" else 0.0
@@ -235,7 +235,7 @@ def test_rounds_hold_the_probabilities_of_a_teacher_forced_pass(tiny_target, kin
             logits = output.confidence_logits_BAK
             assert r.confidence_logits == pytest.approx([] if logits is None else logits[0, 0].tolist(), abs=1e-9)
             drafted = target.states([*text[: a + 1], *r.draft_tokens])
-            p_target = distribution(target.logits(drafted.final_BTD[a : a + num_drafted]), 0.7)
+            p_target = distribution(target.logits(drafted.final_SD[a : a + num_drafted]), 0.7)
             assert r.target_probs == pytest.approx([float(p_target[k, x]) for k, x in enumerate(r.draft_tokens)], abs=1e-9)
 
 

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspark.blocks import attention_mask
-from dspark.drafters.base import INIT_STD, ContextRows, DraftSampling, PackedContext, TrainingBatch
-from dspark.sampling import distribution, draw
+from dspark.drafters.base import INIT_STD, ContextRows, PackedContext, TrainingBatch
+from dspark.sampling import BlockDraw, Noise, Sampling, distribution
+from dspark.step import Step
 from tests import oracles
 from tests.dspark import tiny
 
@@ -161,13 +162,16 @@ def test_proposal_of_a_recurrent_drafter_equals_its_training_pass_teacher_forced
     drafter, anchors = tiny.drafter(kind, draft_ids), [3, 9, 1, 6]
     batch = _recurrent_batch(kind, [[a] for a in anchors], num_tokens=10)
     context = _context(drafter, batch, [4, 1, 5])
-    proposal = _propose(drafter, context, batch, anchors, mode, 0.8)
+    proposal, probs_BKW = _propose(drafter, context, batch, anchors, mode, 0.8)
     batch.previous_BAK[:, 0, 1:] = proposal.tokens_BK[:, :-1]
-    wanted = distribution(tiny.draft_logits(drafter, batch)[:, 0], 0.0 if mode == "greedy" else 0.8)
-    assert torch.allclose(proposal.probs_BKW, wanted, atol=1e-12)
+    logits_BKW = tiny.draft_logits(drafter, batch)[:, 0]
+    if mode == "greedy":
+        assert torch.equal(proposal.tokens_BK, drafter.draft_ids_W[logits_BKW.argmax(-1)])
+    else:
+        assert torch.allclose(probs_BKW, distribution(logits_BKW, 0.8), atol=1e-12)
     assert proposal.confidence_logits_BK is None
-    some = _propose(drafter, context.rows(torch.tensor([2, 0])), _rows(batch, [2, 0]), [1, 3], "greedy", 1.0)
-    whole = _propose(drafter, context, batch, anchors, "greedy", 1.0)
+    some, _ = _propose(drafter, context.rows(torch.tensor([2, 0])), _rows(batch, [2, 0]), [1, 3], "greedy", 1.0)
+    whole, _ = _propose(drafter, context, batch, anchors, "greedy", 1.0)
     assert torch.equal(some.tokens_BK, whole.tokens_BK[[2, 0]])
 
 
@@ -296,25 +300,28 @@ def test_markov_bias_of_a_row_depends_on_its_own_previous_token_alone():
     assert (before.confidence_logits_BAK[0, 0] != after.confidence_logits_BAK[0, 0]).tolist() == [False, False, True, False]
 
 
+def _rows_at(tapped_BTLD, next_tokens_BT, first_positions):
+    step = Step.of(next_tokens_BT.tolist(), first_positions, range(len(next_tokens_BT)), torch.device("cpu"))
+    return ContextRows(step, tapped_BTLD.flatten(0, 1), next_tokens_BT.flatten())
+
+
 def _context(drafter, batch, pieces):
     """The draft context, added in pieces of these lengths."""
     tapped, next_tokens = tiny.contexts(batch)
     num_rows, num_tokens = next_tokens.shape
     context, start = drafter.new_context(num_rows, num_tokens + K + 1), 0
     for length in pieces:
-        part, positions = slice(start, start + length), torch.arange(start, start + length).expand(num_rows, -1)
-        drafter.extend_context(context, ContextRows(tapped[:, part], next_tokens[:, part], positions))
+        part = slice(start, start + length)
+        drafter.extend_context(context, _rows_at(tapped[:, part], next_tokens[:, part], [start] * num_rows))
         start += length
     return context
 
 
-def _draws(uniform_BK):
-    return lambda k, probs_BW: draw(probs_BW, uniform_BK[:, k])
-
-
 def _propose(drafter, context, batch, anchors, mode, temperature):
-    uniform = torch.rand(len(anchors), drafter.config.block_size, generator=torch.Generator().manual_seed(4))
-    return drafter.propose(context, batch.previous_BAK[:, 0, 0], torch.tensor(anchors), DraftSampling(mode, temperature), _draws(uniform))
+    """The proposal, and what its tokens were drawn from."""
+    block = BlockDraw(Sampling(mode, temperature), [Noise(4, str(i)) for i in range(len(anchors))], anchors)
+    proposal = drafter.propose(context, batch.previous_BAK[:, 0, 0], torch.tensor(anchors), block)
+    return proposal, block.probs_BKW
 
 
 @pytest.mark.parametrize("mode", ["probabilistic", "greedy"])
@@ -324,11 +331,11 @@ def test_proposal_equals_the_training_pass_teacher_forced_to_its_tokens(kind, dr
     drafter, anchors = tiny.drafter(kind, draft_ids), [3, 9, 1, 6]
     batch = _batch([[a] for a in anchors], num_tokens=10)
     context = _context(drafter, batch, [4, 1, 5])
-    proposal = _propose(drafter, context, batch, anchors, mode, 0.8)
+    proposal, probs_BKW = _propose(drafter, context, batch, anchors, mode, 0.8)
     batch.previous_BAK[:, 0, 1:] = proposal.tokens_BK[:, :-1]
     output = drafter(batch)
-    temperature = 0.0 if mode == "greedy" else 0.8
-    assert torch.allclose(proposal.probs_BKW, distribution(tiny.draft_logits(drafter, batch)[:, 0], temperature), atol=1e-12)
+    if mode == "probabilistic":
+        assert torch.allclose(probs_BKW, distribution(tiny.draft_logits(drafter, batch)[:, 0], 0.8), atol=1e-12)
     if kind != "dflash":
         assert torch.allclose(proposal.confidence_logits_BK, output.confidence_logits_BAK[:, 0], atol=1e-12)
     assert (proposal.confidence_logits_BK is None) == (kind == "dflash")
@@ -340,29 +347,33 @@ def test_proposal_equals_the_training_pass_teacher_forced_to_its_tokens(kind, dr
 def test_proposal_with_stale_context_at_and_after_the_anchor_ignores_it():
     drafter, anchors = tiny.drafter("dspark"), [3, 9, 1, 6]
     batch = _batch([[a] for a in anchors], num_tokens=10)
-    clean = _propose(drafter, _context(drafter, batch, [10]), batch, anchors, "probabilistic", 1.0)
+    clean, clean_probs = _propose(drafter, _context(drafter, batch, [10]), batch, anchors, "probabilistic", 1.0)
     context = _context(drafter, batch, [10])
     garbage = torch.full((4, K + 1, L, D), 7.0, dtype=torch.float64)
     tokens = torch.zeros(4, K + 1, dtype=torch.long)
-    drafter.extend_context(context, ContextRows(garbage, tokens, torch.tensor(anchors)[:, None] + torch.arange(K + 1)))
-    stale = _propose(drafter, context, batch, anchors, "probabilistic", 1.0)
+    drafter.extend_context(context, _rows_at(garbage, tokens, anchors))
+    stale, stale_probs = _propose(drafter, context, batch, anchors, "probabilistic", 1.0)
     assert torch.equal(clean.tokens_BK, stale.tokens_BK)
-    assert torch.equal(clean.probs_BKW, stale.probs_BKW)
-    drafter.extend_context(context, ContextRows(garbage[:, :1], tokens[:, :1], torch.tensor(anchors)[:, None] - 1))
-    assert not torch.allclose(clean.probs_BKW, _propose(drafter, context, batch, anchors, "probabilistic", 1.0).probs_BKW)
+    assert torch.equal(clean_probs, stale_probs)
+    drafter.extend_context(context, _rows_at(garbage[:, :1], tokens[:, :1], [a - 1 for a in anchors]))
+    assert not torch.allclose(clean_probs, _propose(drafter, context, batch, anchors, "probabilistic", 1.0)[1])
 
 
-def test_proposal_after_selecting_requests_equals_theirs_before():
-    drafter, anchors = tiny.drafter("dspark"), [3, 9, 1]
-    batch = _batch([[a] for a in anchors], num_tokens=10)
-    context = _context(drafter, batch, [10])
-    whole = _propose(drafter, context, batch, anchors, "greedy", 1.0)
-    context = context.rows(torch.tensor([2, 0]))
-    some = drafter.propose(
-        context, batch.previous_BAK[[2, 0], 0, 0], torch.tensor([1, 3]), DraftSampling("greedy", 1.0), _draws(torch.zeros(2, K))
+@pytest.mark.parametrize("kind", ["dspark", "eagle3"])
+def test_proposal_of_a_request_in_another_slot_is_the_same(kind):
+    drafter, anchors = tiny.drafter(kind), [3, 9, 2]
+    batch = (_recurrent_batch if kind == "eagle3" else lambda _, *args, **kwargs: _batch(*args, **kwargs))(
+        kind, [[a] for a in anchors], num_tokens=10
     )
-    assert torch.equal(some.tokens_BK, whole.tokens_BK[[2, 0]])
-    assert torch.allclose(some.confidence_logits_BK, whole.confidence_logits_BK[[2, 0]], atol=1e-12)
+    context = _context(drafter, batch, [10])
+    whole, _ = _propose(drafter, context, batch, anchors, "greedy", 1.0)
+    copy = context.rows(torch.tensor([2, 0]))
+    context.move(2, 0, 2)
+    for some_context, rows in ((copy, [2, 0]), (context, [2, 1])):
+        some, _ = _propose(drafter, some_context, _rows(batch, rows), [anchors[i] for i in rows], "greedy", 1.0)
+        assert torch.equal(some.tokens_BK, whole.tokens_BK[rows])
+        if kind == "dspark":
+            assert torch.allclose(some.confidence_logits_BK, whole.confidence_logits_BK[rows], atol=1e-12)
 
 
 def test_markov_ablation_drops_the_bias_and_keeps_the_confidence():

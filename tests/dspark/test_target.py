@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dspark import target as target_module
-from dspark.target import TargetHead, TransformersTarget, load_head, read_shape
+from dspark.step import Step
+from dspark.target import KeyValueCache, TargetHead, TransformersTarget, load_head, read_shape
 
 TAPPED = (0, 1)
 CPU = torch.device("cpu")
@@ -83,9 +84,9 @@ def test_tapped_and_final_states_equal_those_of_transformers(folder):
     target, reference = _load(folder), _reference(folder, TOKENS)
     states = target.states(TOKENS)
     for i, layer in enumerate(TAPPED):
-        assert torch.allclose(states.tapped_BTLD[:, i], reference.hidden_states[layer + 1][0], atol=1e-12)
-    assert torch.allclose(states.final_BTD, reference.hidden_states[-1][0], atol=1e-12)
-    assert torch.allclose(target.logits(states.final_BTD), reference.logits[0], atol=1e-12)
+        assert torch.allclose(states.tapped_SLD[:, i], reference.hidden_states[layer + 1][0], atol=1e-12)
+    assert torch.allclose(states.final_SD, reference.hidden_states[-1][0], atol=1e-12)
+    assert torch.allclose(target.logits(states.final_SD), reference.logits[0], atol=1e-12)
 
 
 def test_head_read_from_safetensors_gives_the_targets_logits_and_final_norm(folder):
@@ -94,46 +95,47 @@ def test_head_read_from_safetensors_gives_the_targets_logits_and_final_norm(fold
     hook = target._body.norm.register_forward_hook(lambda _module, inputs, _output: before_norm.append(inputs[0]))
     target.states(TOKENS)
     hook.remove()
-    assert torch.allclose(head.logits(states.final_BTD), target.logits(states.final_BTD), atol=1e-12)
-    assert torch.allclose(head.normalise(before_norm[0][0]), states.final_BTD, atol=1e-6)  # transformers' norm is fp32
+    assert torch.allclose(head.logits(states.final_SD), target.logits(states.final_SD), atol=1e-12)
+    assert torch.allclose(head.normalise(before_norm[0][0]), states.final_SD, atol=1e-6)  # transformers' norm is fp32
     assert torch.equal(head.tables.embedding_VD, target._model.get_input_embeddings().weight)
     assert (head.tables.lm_head_VD is head.tables.embedding_VD) == target._model.config.tie_word_embeddings
 
 
-def test_states_of_a_padded_batch_equal_those_of_each_sequence_alone(folder):
+def _step(tokens, first_positions, slots=None):
+    return Step.of(tokens, first_positions, range(len(tokens)) if slots is None else slots, CPU)
+
+
+def test_states_of_requests_of_several_lengths_equal_those_of_each_alone(folder):
     target = _load(folder)
     prompts = [TOKENS, TOKENS[:3], TOKENS[2:9]]
-    padded = torch.tensor([[*p, *[0] * (len(TOKENS) - len(p))] for p in prompts])
-    states = target.forward(padded, torch.arange(len(TOKENS)).expand(3, -1), target.new_cache(20))
-    for i, prompt in enumerate(prompts):
-        alone = target.states(prompt)
-        assert torch.allclose(states.tapped_BTLD[i, : len(prompt)], alone.tapped_BTLD, atol=1e-12)
-        assert torch.allclose(states.final_BTD[i, : len(prompt)], alone.final_BTD, atol=1e-12)
+    step = _step(prompts, [0, 0, 0], [4, 0, 2])
+    states = target.forward(step, KeyValueCache(5, 20))
+    for start, prompt in zip(step.starts_R.tolist(), prompts, strict=True):
+        alone, rows = target.states(prompt), slice(start, start + len(prompt))
+        assert torch.allclose(states.tapped_SLD[rows], alone.tapped_SLD, atol=1e-12)
+        assert torch.allclose(states.final_SD[rows], alone.final_SD, atol=1e-12)
 
 
 def test_states_after_rejected_tokens_equal_those_of_the_kept_text(folder):
-    """Two rounds at different positions a row, over entries that a rejected draft and padding left behind."""
-    target, cache = _load(folder), _load(folder).new_cache(24)
-    kept, lengths = [TOKENS[:6], TOKENS[:3]], [6, 3]
-    target.forward(torch.tensor([kept[0], [*kept[1], 9, 9, 9]]), torch.arange(6).expand(2, -1), cache)
-    rejected = torch.tensor([[60, 61, 62], [33, 34, 35]])
-    target.forward(rejected, torch.tensor(lengths)[:, None] + torch.arange(3), cache)
-    following = torch.tensor([[1, 2], [3, 4]])
-    states = target.forward(following, torch.tensor(lengths)[:, None] + torch.arange(2), cache)
-    for i in range(2):
-        alone = target.states([*kept[i], *following[i].tolist()])
-        assert torch.allclose(states.final_BTD[i], alone.final_BTD[-2:], atol=1e-12)
-        assert torch.allclose(states.tapped_BTLD[i], alone.tapped_BTLD[-2:], atol=1e-12)
+    """Two rounds at different positions a request, over entries that a rejected draft and padding left behind."""
+    target, cache = _load(folder), KeyValueCache(2, 24)
+    kept, lengths, following = [TOKENS[:6], TOKENS[:3]], [6, 3], [[1, 2], [3]]
+    target.forward(_step(kept, [0, 0]), cache)
+    target.forward(_step([[60], [33, 34, 35]], lengths), cache)
+    states = target.forward(_step(following, lengths), cache)
+    for rows, text, new in zip((slice(0, 2), slice(2, 3)), kept, following, strict=True):
+        alone = target.states([*text, *new])
+        assert torch.allclose(states.final_SD[rows], alone.final_SD[-len(new) :], atol=1e-12)
+        assert torch.allclose(states.tapped_SLD[rows], alone.tapped_SLD[-len(new) :], atol=1e-12)
 
 
-def test_cache_after_selecting_requests_goes_on_with_theirs(target):
-    cache = target.new_cache(12)
-    prompts = torch.tensor([TOKENS[:4], TOKENS[1:5], TOKENS[2:6]])
-    target.forward(prompts, torch.arange(4).expand(3, -1), cache)
-    cache.select(torch.tensor([2, 0]))
-    states = target.forward(torch.tensor([[7], [8]]), torch.full((2, 1), 4), cache)
-    for row, (prompt, token) in enumerate([(TOKENS[2:6], 7), (TOKENS[:4], 8)]):
-        assert torch.allclose(states.final_BTD[row], target.states([*prompt, token]).final_BTD[-1:], atol=1e-12)
+def test_a_request_moved_to_another_slot_goes_on_there(target):
+    cache, prompts = KeyValueCache(3, 12), [TOKENS[:4], TOKENS[1:5], TOKENS[2:5]]
+    target.forward(_step(prompts, [0, 0, 0]), cache)
+    cache.move(2, 0, 3)
+    states = target.forward(_step([[7], [8]], [3, 4]), cache)
+    for row, text in enumerate([[*prompts[2], 7], [*prompts[1], 8]]):
+        assert torch.allclose(states.final_SD[row], target.states(text).final_SD[-1], atol=1e-12)
 
 
 def test_logits_of_a_capped_head_are_bounded(tiny_target, tmp_path):
@@ -146,13 +148,13 @@ def test_logits_of_a_capped_head_are_bounded(tiny_target, tmp_path):
 
 def test_logits_of_a_bf16_target_are_fp32(tiny_target):
     target = _load(tiny_target, torch.bfloat16)
-    assert target.logits(target.states(TOKENS).final_BTD).dtype == torch.float32
+    assert target.logits(target.states(TOKENS).final_SD).dtype == torch.float32
     assert load_head(tiny_target, torch.bfloat16).tables.embedding_VD.dtype == torch.bfloat16
 
 
 def test_last_layer_tapped_is_the_state_before_the_final_norm(tiny_target):
     states = TransformersTarget(tiny_target, (0, 2), torch.float32, CPU).states([5, 9, 33])
-    assert torch.equal(load_head(tiny_target, torch.float32).normalise(states.tapped_BTLD[:, 1]), states.final_BTD)
+    assert torch.equal(load_head(tiny_target, torch.float32).normalise(states.tapped_SLD[:, 1]), states.final_SD)
 
 
 def test_head_in_several_files_equals_the_head_in_one(tiny_target, tmp_path):
