@@ -5,7 +5,9 @@ random: it is often right, often wrong, and its block logits depend on the whole
 """
 
 import dataclasses
+import math
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +15,17 @@ import pytest
 import scipy.stats
 import torch
 
+from dspark.calibration import sigmoid
 from dspark.config import DFlashConfig, DSparkConfig, Eagle3Config, MtpConfig
-from dspark.decoding import DecodingConfig, Request, decode
+from dspark.decoding import DecodingConfig, Request, Verification, decode
 from dspark.drafters import build_drafter
-from dspark.drafters.base import PackedContext, TrainingBatch
+from dspark.drafters.base import ContextRows, PackedContext, TrainingBatch
 from dspark.sampling import Sampling, distribution
+from dspark.scheduler import SpsTable, admit, admit_async, fixed, threshold
 from dspark.step import Step
 from dspark.target import KeyValueCache, TransformersTarget, load_head
 from dspark.trace import every_position
+from dspark.untrained import DraftModel, PromptLookup
 from tests import oracles
 
 TAPPED, K, V = (0, 1), 4, 64
@@ -190,6 +195,103 @@ def test_speculative_tokens_without_the_residual_fail_the_same_test(target, draf
     monkeypatch.setattr("dspark.sampling.residual", lambda target_probs, draft_probs: target_probs)
     counts = _pairs(target, drafter, "probabilistic")
     assert oracles.fit(counts[0].ravel(), exact[0].ravel()) < 1e-9
+
+
+# --- how much is verified -------------------------------------------------------------------------------------------------
+
+SPS = SpsTable((1, 40), (0.0, 0.0), (1.0, 9.0))
+POLICIES = {
+    "none": Verification("none", fixed(0, SPS)),
+    "fixed_2": Verification("fixed_2", fixed(2, SPS)),
+    "threshold": Verification("threshold", threshold(0.5, SPS)),
+    "scheduler": Verification("scheduler", partial(admit, sps=SPS)),
+    "scheduler_async": Verification("scheduler_async", partial(admit_async, sps=SPS), lag_rounds=2),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_text_at_temperature_zero_is_the_same_whatever_is_verified(target, drafter, policy):
+    """Seven requests in three slots, which finish at different rounds: verified lengths differ within a step."""
+    requests = [*REQUESTS, *(dataclasses.replace(r, id=f"again-{r.id}", prompt_ids=r.prompt_ids[::-1]) for r in REQUESTS[:2])]
+    config = _config("greedy", 0.0, batch_size=3, max_new_tokens=17, stop_ids=(7,))
+    drafted = _run(target, drafter, dataclasses.replace(config, verification=POLICIES[policy]), requests)
+    assert _texts(drafted) == _texts(_run(target, None, config, requests))
+    rounds = [r for c in drafted.values() for r in c.rounds]
+    assert {r.policy for r in rounds} == {policy}
+    assert all(len(r.draft_tokens) == len(r.target_probs) == r.proposed >= r.accepted for r in rounds)
+    lengths = {r.proposed for r in rounds if not r.ended_by_stop}
+    assert lengths == {"none": {0}, "fixed_2": {2}}.get(policy, lengths)
+    assert policy in ("none", "fixed_2") or len(lengths) > 1
+
+
+def test_threshold_verifies_the_prefix_whose_calibrated_confidences_reach_it(target, drafter):
+    verification = Verification("threshold", threshold(0.6, SPS), confidence=lambda logits: sigmoid(logits / 3.0))
+    whole = _run(target, drafter, _config(max_new_tokens=2))  # one round a request, at the same anchor
+    cut = _run(target, drafter, _config(max_new_tokens=2, verification=verification))
+    for name, completion in whole.items():
+        (uncut,), (r,) = completion.rounds, cut[name].rounds
+        below = [k for k, logit in enumerate(uncut.confidence_logits) if 1 / (1 + math.exp(-logit / 3.0)) < 0.6]
+        assert r.proposed == (below[0] if below else K)
+        assert (r.accepted, r.draft_tokens) == (min(uncut.accepted, r.proposed), uncut.draft_tokens[: r.proposed])
+
+
+def test_asynchronous_lengths_come_from_the_confidences_of_earlier_rounds(target, drafter):
+    seen = []
+
+    def choose(stale_RK, confidence_RK):
+        seen.append((stale_RK.copy(), confidence_RK.copy()))
+        return admit_async(stale_RK, confidence_RK, SPS)
+
+    _run(target, drafter, _config(verification=Verification("async", choose, lag_rounds=2), max_new_tokens=8), REQUESTS[:1])
+    assert len(seen) > 3
+    for i, (stale, _) in enumerate(seen):
+        assert np.isnan(stale).all() if i < 2 else np.array_equal(stale, seen[i - 2][1])
+
+
+def test_step_times_count_every_token_once(target, drafter):
+    steps = []
+    completions = list(decode(target, drafter, REQUESTS, _config(batch_size=2, verification=POLICIES["fixed_2"]), steps.append))
+    assert sum(s.num_emitted for s in steps) == sum(len(c.token_ids) - 1 for c in completions)  # the first is the prefill's
+    assert sum(s.num_requests for s in steps) == sum(len(c.rounds) for c in completions)
+    assert all(s.batch_tokens == 3 * s.num_requests and min(s.draft_seconds, s.verify_seconds) > 0 for s in steps)
+
+
+# --- drafters without training --------------------------------------------------------------------------------------------
+
+
+def test_the_target_as_its_own_draft_model_is_always_accepted(tiny_target, target):
+    own = DraftModel(TransformersTarget(tiny_target, (0,), torch.float64, torch.device("cpu")), 3, V)
+    for config in (_config("greedy", 0.0, batch_size=2), _config("probabilistic", 0.9, batch_size=2)):
+        completions = _run(target, own, config)
+        assert all(r.accepted == r.proposed == 3 for c in completions.values() for r in c.rounds)
+        assert config.sampling.temperature > 0 or _texts(completions) == _texts(_run(target, None, config))
+
+
+def test_prompt_lookup_drafts_what_followed_the_earliest_longest_match():
+    lookup, rows = PromptLookup(4, 2, 3, V), np.random.default_rng(0).integers(0, 3, (200, 12)).tolist()
+    context, step = lookup.new_context(200, 12), Step.of([row[:-1] for row in rows], [0] * 200, range(200), torch.device("cpu"))
+    lookup.extend_context(context, ContextRows(step, torch.zeros(0), step.tokens_S))
+    anchors = torch.tensor([row[-1] for row in rows])
+    proposal = lookup.propose(context, anchors, torch.full((200,), 11), lambda _k, logits: logits.argmax(-1))
+    for row, drafted, length in zip(rows, proposal.tokens_BK.tolist(), proposal.lengths_B.tolist(), strict=True):
+        wanted = []
+        for n in (3, 2):
+            starts = [i for i in range(len(row) - n) if row[i : i + n] == row[-n:]]
+            if starts:
+                wanted = row[starts[0] + n :][:4]
+                break
+        assert drafted[:length] == wanted
+    assert {0, 1, 4} <= set(proposal.lengths_B.tolist())
+
+
+@pytest.mark.parametrize("mode", ["probabilistic", "greedy"])
+def test_prompt_lookup_keeps_the_text_of_plain_greedy_decoding(target, mode):
+    requests = [Request(f"{i}", tuple(row)) for i, row in enumerate(np.random.default_rng(1).integers(0, 4, (6, 20)).tolist())]
+    config = _config(mode, 0.0, batch_size=4)
+    drafted = _run(target, PromptLookup(4, 1, 3, V), config, requests)
+    assert _texts(drafted) == _texts(_run(target, None, config, requests))
+    assert len({r.proposed for c in drafted.values() for r in c.rounds}) > 2
+    assert any(r.accepted for c in drafted.values() for r in c.rounds)
 
 
 # --- rounds ---------------------------------------------------------------------------------------------------------------
