@@ -9,7 +9,7 @@ export EXTRA
 export RAY_USAGE_STATS_ENABLED := 0
 export VLLM_NO_USAGE_STATS := 1
 
-.PHONY: help setup pipeline plan status verify ui test check fix bench bench-cache bench-train bench-fp8
+.PHONY: help setup pipeline plan status verify ui test check fix bench bench-cache bench-train bench-fp8 bench-lossless bench-decode bench-serving
 .DEFAULT_GOAL := help
 
 help: ## print this
@@ -59,3 +59,12 @@ bench-train: setup ## measure the training loss and a step against dense ones (A
 
 bench-fp8: setup ## measure what an fp8 cache costs in accepted length
 	$(BIN)/python -m tests.bench_fp8 $(ARGS)
+
+bench-lossless: setup ## show that decoding emits the target's own text (ARGS="toy controls --draws 10000")
+	$(BIN)/python -m tests.bench_lossless $(ARGS)
+
+bench-decode: setup ## measure speed-ups, batches and ragged verification (ARGS="ragged")
+	$(BIN)/python -m tests.bench_decode $(ARGS)
+
+bench-serving: setup ## compare acceptance in vLLM with the offline figure
+	$(BIN)/python -m tests.bench_serving $(ARGS)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dspark.decoding import Completion, DecodingConfig, Request
     from dspark.drafters.base import Drafter as Model
     from dspark.storage import Storage
-    from dspark.target import TransformersTarget
+    from dspark.target import TargetModel
     from pipelines.flow import EvaluateConfig, TraceConfig
 
 
@@ -49,18 +49,19 @@ class Decoder:
         self._settings, self._folder = settings, local_folder(settings.target_uri)
         self.tokenizer = ChatTokenizer(self._folder)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._loaded: dict[str, tuple[TransformersTarget, Model]] = {}
+        self._loaded: dict[str, tuple[TargetModel, Model]] = {}
 
-    def models(self, precision: str) -> "tuple[TransformersTarget, Model]":
+    def models(self, precision: str) -> "tuple[TargetModel, Model]":
         from dspark.checkpoint import load_drafter
-        from dspark.target import TransformersTarget, load_head
+        from dspark.packed_target import load_target
+        from dspark.target import load_head
         from dspark.training import DTYPES
 
         if precision not in self._loaded:
             dtype = DTYPES[precision]
             head = load_head(self._folder, dtype)
             drafter = load_drafter(open_storage(self._settings.drafter_uri), Drafter.FOLDER, head, self._settings.weights, dtype)
-            target = TransformersTarget(self._folder, drafter.tapped_layers, dtype, self.device)
+            target = load_target(self._folder, drafter.tapped_layers, dtype, self.device)
             self._loaded = {precision: (target, drafter.to(self.device))}
         return self._loaded[precision]
 

@@ -219,10 +219,10 @@ def two_samples(plain: np.ndarray, drafted: np.ndarray) -> tuple[float, int]:
 
 def bench_target(trained: Trained, num_draws: int, batch_size: int) -> bool:
     target, drafter = trained.load(torch.float32)
-    prompt = trained.requests(1)[0].prompt_ids
+    prompt = trained.held_out.requests(1)[0].prompt_ids
     requests = [Request(str(i), prompt) for i in range(num_draws)]
     others = [Request(f"other {i}", prompt) for i in range(num_draws)]
-    config = DecodingConfig(Sampling("probabilistic", 1.0), 3, trained.stop_ids, batch_size, 0)
+    config = DecodingConfig(Sampling("probabilistic", 1.0), 3, trained.held_out.stop_ids, batch_size, 0)
 
     def counts(drafter: BlockDrafter | None, requests: list[Request], verification: Verification) -> dict[tuple[int, ...], int]:
         found: dict[tuple[int, ...], int] = {}
@@ -244,8 +244,8 @@ def bench_target(trained: Trained, num_draws: int, batch_size: int) -> bool:
 
 def bench_identity(trained: Trained, num_prompts: int, num_sampled: int) -> bool:
     target, drafter = trained.load(torch.float32)
-    requests = trained.requests(max(num_prompts, num_sampled))
-    greedy = DecodingConfig(Sampling("greedy", 0.0), 48, trained.stop_ids, 16, 0)
+    requests = trained.held_out.requests(max(num_prompts, num_sampled))
+    greedy = DecodingConfig(Sampling("greedy", 0.0), 48, trained.held_out.stop_ids, 16, 0)
     sampled = dataclasses.replace(greedy, sampling=Sampling("probabilistic", 1.0))
     num_wrong = 0
 
@@ -270,7 +270,7 @@ def _partings(what: str, trained: Trained, target: TargetModel, one: dict[str, l
     num_wrong = 0
     for name in parting:
         position = next((i for i, (a, b) in enumerate(zip(one[name], other[name], strict=False)) if a != b), 0)
-        prompt = next(r.prompt_ids for r in trained.requests(len(one)) if r.id == name)
+        prompt = next(r.prompt_ids for r in trained.held_out.requests(len(one)) if r.id == name)
         best = target.logits(target.states([*prompt, *one[name][:position]]).final_SD[-1]).topk(2).values
         margin = float(best[0] - best[1])
         num_wrong += margin > MARGIN

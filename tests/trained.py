@@ -7,12 +7,12 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from dspark.packed_target import load_target
 
 from dspark.chat import ChatTokenizer, messages
 from dspark.checkpoint import load_drafter
 from dspark.decoding import Request
 from dspark.drafters.base import Drafter
+from dspark.packed_target import load_target
 from dspark.target import TargetModel, load_head
 from pipelines import flow, runner, targets
 from pipelines.backends.object_store import open_storage
@@ -20,17 +20,12 @@ from pipelines.config import compose
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A drafter's folder, its target's, and the prompts' file."""
+class HeldOut:
+    """A target's folder, its weights' hash, and the prompts' folder."""
 
-    drafter_uri: str
     target_folder: Path
     weights: str
     prompts_uri: str
-
-    @property
-    def name(self) -> str:
-        return Path(self.drafter_uri).name
 
     @cached_property
     def tokenizer(self) -> ChatTokenizer:
@@ -39,11 +34,6 @@ class Trained:
     @property
     def stop_ids(self) -> tuple[int, ...]:
         return self.tokenizer.stop_ids
-
-    def load(self, dtype: torch.dtype) -> tuple[TargetModel, Drafter]:
-        head = load_head(self.target_folder, dtype)
-        drafter = load_drafter(open_storage(self.drafter_uri), "drafter", head, self.weights, dtype)
-        return load_target(self.target_folder, drafter.tapped_layers, dtype, torch.device("cpu")), drafter
 
     def requests(self, num_prompts: int, domains: Sequence[str] = ("math", "code")) -> list[Request]:
         """First turns of the test split: of these domains, and then of all others."""
@@ -55,14 +45,43 @@ class Trained:
         ]
 
 
-def trained_drafters(folders: Sequence[str] | None = None, overrides: Sequence[str] = ()) -> list[Trained]:
-    """Those in these folders; without, the one of this configuration. SystemExit when there is none."""
-    settings, _ = compose(list(overrides))
+@dataclass(frozen=True)
+class Trained:
+    """A trained drafter's folder, and what it drafts for."""
+
+    uri: str
+    held_out: HeldOut
+
+    @property
+    def name(self) -> str:
+        return Path(self.uri).name
+
+    def load(self, dtype: torch.dtype) -> tuple[TargetModel, Drafter]:
+        folder = self.held_out.target_folder
+        drafter = load_drafter(open_storage(self.uri), "drafter", load_head(folder, dtype), self.held_out.weights, dtype)
+        return load_target(folder, drafter.tapped_layers, dtype, torch.device("cpu")), drafter
+
+
+def held_out() -> HeldOut:
+    """Of the default configuration. SystemExit when they are not there."""
+    return _planned()[0]
+
+
+def trained_drafters(folders: Sequence[str] | None = None) -> list[Trained]:
+    """Those in these folders; without, that of the default configuration. SystemExit when there is none."""
+    prompts, uri = _planned()
+    if folders is None and uri is None:
+        raise SystemExit('no trained drafter. Fix: make pipeline ARGS="until=train", or --drafter FOLDER')
+    return [Trained(folder, prompts) for folder in ([uri] if folders is None else folders) if folder]
+
+
+def _planned() -> tuple[HeldOut, str | None]:
+    settings, _ = compose([])
     root = open_storage(flow.absolute(settings.cluster.root))
     planned = {item.step.name: item for item in runner.plan(flow.build(settings), root)}
-    uris = [f"{root.uri}/{planned['train'].step.folder}"] if folders is None else list(folders)
-    if folders is None and not planned["train"].verdict.is_hit:
-        raise SystemExit('no trained drafter. Fix: make pipeline ARGS="until=train", or --drafter FOLDER')
+    if not planned["prompts"].verdict.is_hit:
+        raise SystemExit('no prompts. Fix: make pipeline ARGS="until=prompts"')
+    uris = {name: f"{root.uri}/{item.step.folder}" for name, item in planned.items()}
     target = settings.target
-    prompts_uri = f"{root.uri}/{planned['prompts'].step.folder}"
-    return [Trained(uri, Path(targets.uri(target)), targets.identify(target).weights, prompts_uri) for uri in uris]
+    prompts = HeldOut(Path(targets.uri(target)), targets.identify(target).weights, uris["prompts"])
+    return prompts, uris["train"] if planned["train"].verdict.is_hit else None

@@ -13,6 +13,7 @@ pieces. The method cannot generate on a CPU, so text comes from a plain engine.
 import os
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -162,6 +163,45 @@ class Prefiller:
 
     def prefill(self, sequences: list[list[int]]) -> None:
         self._engine.generate(_prompts(sequences), self._sampling, use_tqdm=False)
+
+
+@dataclass(frozen=True)
+class ServedSpeculation:
+    """What vLLM counted while it served: drafts are rounds in which something was proposed."""
+
+    num_drafts: int
+    num_proposed: int
+    num_accepted: int
+
+
+class LookupServer:
+    """Greedy text under vLLM's own n-gram speculation."""
+
+    def __init__(self, folder: Path, precision: str, max_length_tokens: int, block_size: int, min_ngram: int, max_ngram: int) -> None:
+        self._engine = vllm.LLM(
+            str(folder),
+            dtype="bfloat16" if precision == "bf16" else "float32",
+            enforce_eager=not _HAS_GPU,
+            max_model_len=max_length_tokens,
+            disable_log_stats=False,
+            speculative_config={
+                "method": "ngram",
+                "num_speculative_tokens": block_size,
+                "prompt_lookup_min": min_ngram,
+                "prompt_lookup_max": max_ngram,
+            },
+        )
+
+    def generate(self, prompts: list[list[int]], max_new_tokens: int) -> tuple[list[list[int]], ServedSpeculation]:
+        sampling = vllm.SamplingParams(temperature=0, max_tokens=max_new_tokens, detokenize=False)
+        before = self._counts()
+        outputs = self._engine.generate(_prompts(prompts), sampling, use_tqdm=False)
+        counts = [after - earlier for after, earlier in zip(self._counts(), before, strict=True)]
+        return [list(output.outputs[0].token_ids) for output in outputs], ServedSpeculation(*counts)
+
+    def _counts(self) -> list[int]:
+        found = {metric.name: getattr(metric, "value", 0) for metric in self._engine.get_metrics()}
+        return [int(found.get(f"vllm:spec_decode_num_{name}", 0)) for name in ("drafts", "draft_tokens", "accepted_tokens")]
 
 
 def _prompts(sequences: list[list[int]]) -> list[TokensPrompt]:
