@@ -64,15 +64,86 @@ def acceptance(proposed: Sequence[int], accepted: Sequence[int], ended_by_stop: 
 
 
 def truncate_by_threshold(
-    accepted: Sequence[int], ended_by_stop: Sequence[bool], confidences: Sequence[Sequence[float]], threshold: float
+    accepted: Sequence[int], ended_by_stop: Sequence[bool], confidence_NK: ArrayLike, threshold: float
 ) -> tuple[list[int], list[int], list[bool]]:
     """The same rounds had only the longest prefix with every conditional confidence >= threshold been verified.
 
     Returns (verified, accepted, ended_by_stop); a truncated round that no longer reaches its stop token regains its bonus.
+    Confidences are NaN behind the end of their round.
     """
-    verified = [next((i for i, c in enumerate(row) if c < threshold), len(row)) for row in confidences]
-    kept = [min(a, v) for a, v in zip(accepted, verified, strict=True)]
-    return verified, kept, [s and v >= a for s, v, a in zip(ended_by_stop, verified, accepted, strict=True)]
+    verified_N = np.logical_and.accumulate(np.asarray(confidence_NK, dtype=np.float64) >= threshold, axis=1).sum(1)
+    accepted_N = np.asarray(accepted, dtype=np.int64)
+    is_stopped_N = np.asarray(ended_by_stop, dtype=bool) & (verified_N >= accepted_N)
+    return verified_N.tolist(), np.minimum(accepted_N, verified_N).tolist(), is_stopped_N.tolist()
+
+
+@dataclass(frozen=True)
+class ThresholdPoint:
+    """`verified_tokens` and `rejected_tokens`: drafted ones, a round."""
+
+    threshold: float
+    verified_tokens: float | None
+    rejected_tokens: float | None
+    accepted_length: float | None
+    acceptance_rate: float | None
+
+
+def threshold_sweep(
+    accepted: Sequence[int], ended_by_stop: Sequence[bool], confidence_NK: ArrayLike, thresholds: Sequence[float]
+) -> list[ThresholdPoint]:
+    """Each round of one pass that verified whole blocks, cut by `truncate_by_threshold`.
+
+    An estimate for the anchors that this pass visited: decoding with the threshold goes on elsewhere after a round that it
+    cuts, where a round may accept more or less. At temperature 0 the text is the same and only the anchors are others.
+    """
+    points = []
+    for threshold in thresholds:
+        verified, kept, stops = truncate_by_threshold(accepted, ended_by_stop, confidence_NK, threshold)
+        found = acceptance(verified, kept, stops, 0)
+        num_verified = sum(verified)
+        each = (_ratio(num_verified, len(verified)), _ratio(num_verified - sum(kept), len(verified)))
+        points.append(ThresholdPoint(threshold, *each, found.accepted_length, found.acceptance_rate))
+    return points
+
+
+@dataclass(frozen=True)
+class PooledLength:
+    """Tokens emitted / rounds, with its 95 % bootstrap interval over prompts; None without rounds."""
+
+    accepted_length: float | None
+    accepted_length_interval: tuple[float, float] | None
+    num_rounds: int
+    num_prompts: int
+
+
+def pooled_length(emitted_N: ArrayLike, prompt_N: ArrayLike) -> PooledLength:
+    """`emitted`: tokens of each round, its bonus or correction included; `prompt`: what it belongs to."""
+    emitted_N = np.asarray(emitted_N, dtype=np.float64)
+    if not len(emitted_N):
+        return PooledLength(None, None, 0, 0)
+    prompt_index_N = np.unique(np.asarray(prompt_N), return_inverse=True)[1]
+    tokens_P, rounds_P = np.bincount(prompt_index_N, emitted_N), np.bincount(prompt_index_N)
+    interval = bootstrap_interval(tokens_P.tolist(), rounds_P.tolist())
+    return PooledLength(_ratio(tokens_P.sum(), rounds_P.sum()), interval, len(emitted_N), len(tokens_P))
+
+
+@dataclass(frozen=True)
+class ContextBucket:
+    """Rounds whose anchor's position is in [from, below); `below` None: no limit."""
+
+    from_tokens: int
+    below_tokens: int | None
+    length: PooledLength
+
+
+def by_context_length(context_length_N: ArrayLike, emitted_N: ArrayLike, prompt_N: ArrayLike, edges: Sequence[int]) -> list[ContextBucket]:
+    """Accepted length of the rounds in each bucket, empty ones too. `edges`: ascending, the first of them 0."""
+    context_length_N, emitted_N, prompt_N = (np.asarray(x) for x in (context_length_N, emitted_N, prompt_N))
+    index_N = np.searchsorted(np.asarray(edges), context_length_N, side="right") - 1
+    if (index_N < 0).any():
+        raise ValueError(f"context_edges_tokens: {list(edges)} leaves out a context of {context_length_N.min()}. Fix: begin with 0")
+    limits = zip(edges, [*edges[1:], None], strict=True)
+    return [ContextBucket(*limit, pooled_length(emitted_N[index_N == i], prompt_N[index_N == i])) for i, limit in enumerate(limits)]
 
 
 def bootstrap_interval(

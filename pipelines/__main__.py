@@ -6,6 +6,7 @@ Nothing heavy is imported before the plan is known: with nothing to do, neither 
 Exit status: 0 done, 1 a step failed or damage was found, 2 the request itself is wrong, 130 interrupted.
 """
 
+import json
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 
 from dspark.storage import Storage
 from pipelines import flow, runner, sizing, targets
+from pipelines.artifacts import EvalReport
 from pipelines.backends.object_store import open_storage
 from pipelines.config import hydra_main, validate
 from pipelines.dag import Artifact, read_record
@@ -46,6 +48,9 @@ def main(settings: Settings, plain: dict[str, Any], screen: RichScreen) -> tuple
         tracker.begin(plain)
         artifacts = runner.run(planned, root, open_storage, executor, tracker, screen)
         screen.summary(artifacts)
+        for artifact in artifacts.values():
+            if isinstance(artifact, EvalReport):
+                screen.evaluation(json.loads(open_storage(artifact.uri).read(artifact.REPORT)))
     except BaseException as caught:
         error = caught
         raise

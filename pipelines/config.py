@@ -17,6 +17,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_confi
 from dspark.config import CONFIGS, DFlashConfig, DSparkConfig, LossConfig, MtpConfig, TrainingConfig
 from dspark.families import check_tapped_layers
 from pipelines import settings as records
+from pipelines.benchmarks import HUB, ON_HUB
 from pipelines.settings import SPLITS, STEPS, Settings
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
@@ -265,14 +266,22 @@ def _check(settings: Settings) -> None:
         ("stage.schedule.fixed_lengths", min(stage.schedule.fixed_lengths, default=0), 0),
     ):
         require(number >= least, path, number, f"must be at least {least}", f"{path}={least}")
-    is_probability = all(0.0 <= minimum <= 1.0 for minimum in stage.schedule.thresholds)
-    require(
-        is_probability,
-        "stage.schedule.thresholds",
-        list(stage.schedule.thresholds),
-        "must be from 0 to 1",
-        "stage.schedule.thresholds=[0.5]",
-    )
+    for path, thresholds in (
+        ("stage.schedule.thresholds", stage.schedule.thresholds),
+        ("stage.evaluate.thresholds", stage.evaluate.thresholds),
+    ):
+        require(all(0.0 <= minimum <= 1.0 for minimum in thresholds), path, list(thresholds), "must be from 0 to 1", f"{path}=[0.5]")
+    edges, path = stage.evaluate.context_edges_tokens, "stage.evaluate.context_edges_tokens"
+    is_whole = edges[:1] == (0,) and list(edges) == sorted(set(edges))
+    require(is_whole, path, list(edges), "must be ascending, distinct and begin with 0", f"{path}=[0,256,1024]")
+    for name, uri in (stage.evaluate.benchmarks or {}).items():
+        path = f"stage.evaluate.benchmarks.{name}"
+        require(
+            name != "test" and "/" not in name, path, uri, "`test` is the project's own split, and a name has no /", "give it another name"
+        )
+        require(
+            uri != HUB or name in ON_HUB, path, uri, f"only {', '.join(ON_HUB)} are known there", "name one of these, or give a JSONL file"
+        )
     require(
         stage.trace.setting.ablation is None,
         "stage.trace.setting.ablation",

@@ -19,6 +19,7 @@ from dspark.config import DrafterConfig, DSparkConfig, TrainingConfig
 from pipelines import artifacts, targets
 from pipelines import stack as stacks
 from pipelines.backends.object_store import open_storage
+from pipelines.benchmarks import DOMAINS, HUB, ON_HUB, HubBenchmark
 from pipelines.config import PROJECT_ROOT
 from pipelines.dag import Resources, Step
 from pipelines.settings import (
@@ -97,13 +98,20 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class EvaluateConfig:
-    """`benchmarks`: name -> SHA-256 of its file."""
+class BenchmarkIdentity:
+    """A benchmark by content: the SHA-256 of its file, or a data set of the Hub. `domain`: of rows that name none."""
 
+    domain: str
+    sha256: str | None
+    hub: HubBenchmark | None
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
     evaluate: EvaluateStage
     target: TargetIdentity
     max_length_tokens: int
-    benchmarks: Mapping[str, str]
+    benchmarks: Mapping[str, BenchmarkIdentity]
 
 
 @dataclass(frozen=True)
@@ -158,8 +166,9 @@ def build(settings: Settings) -> list[Step]:
         loss_chunk_rows=cluster.loss_chunk_rows,
     )
     data, data_uris = _identify_data(settings.data)
-    benchmark_uris = {name: absolute(uri) for name, uri in stage.evaluate.benchmarks.items()}
-    benchmarks = {name: _sha256(f"stage.evaluate.benchmarks.{name}", uri) for name, uri in benchmark_uris.items()}
+    places = stage.evaluate.benchmarks or {}
+    benchmark_uris = {name: absolute(uri) for name, uri in places.items() if uri != HUB}
+    benchmarks = {name: _identify_benchmark(name, benchmark_uris.get(name)) for name in places}
 
     # A drafter without a Markov head has nothing to switch off.
     has_markov = isinstance(settings.drafter, DSparkConfig)
@@ -211,10 +220,10 @@ def build(settings: Settings) -> list[Step]:
     )
     evaluate = Step(
         "evaluate",
-        2,
+        3,
         "pipelines.stages.evaluate:run",
         # Where a benchmark lies is not what it is: the stage's uris are replaced by checksums.
-        EvaluateConfig(replace(stage.evaluate, settings=decoding, benchmarks={}), identity, target.max_length_tokens, benchmarks),
+        EvaluateConfig(replace(stage.evaluate, settings=decoding, benchmarks=None), identity, target.max_length_tokens, benchmarks),
         {"prompts": prompts, "drafter": train},
         artifacts.EvalReport,
         drafter_name,
@@ -311,6 +320,14 @@ def _identify_data(data: FileData | HubData) -> tuple[DataIdentity, dict[str, st
             f"data.uris: {list(data.uris)} must name at least one file, each of another name. Fix: rename one, or see conf/data/bundled.yaml"
         )
     return DataIdentity(data.name, {name: _sha256("data.uris", uri) for name, uri in uris.items()}, None), uris
+
+
+def _identify_benchmark(name: str, uri: str | None) -> BenchmarkIdentity:
+    """A file where it has a uri, else the data set of its name."""
+    domain = DOMAINS.get(name, name)
+    if uri is None:
+        return BenchmarkIdentity(domain, None, ON_HUB[name])
+    return BenchmarkIdentity(domain, _sha256(f"stage.evaluate.benchmarks.{name}", uri), None)
 
 
 def _sha256(field: str, uri: str) -> str:

@@ -171,6 +171,28 @@ class RichScreen:
             if isinstance(artifact, Drafter | Release):
                 self._line(f"{artifact.noun.lower()}: {artifact.uri}/{artifact.FOLDER}")
 
+    def evaluation(self, report: Mapping[str, Any]) -> None:
+        """Accepted length with its interval for every source and domain, a column for each decoding setting, and what was set aside."""
+        settings, benchmark_means = report["settings"], report["benchmark_means"]
+        table = _table("accepted length", "domain", "prompts", *settings)
+        table.columns[2].justify = "right"
+        places = dict.fromkeys((source, domain) for found in settings.values() for source in found for domain in found[source])
+        for source, domain in places:
+            cells = [found.get(source, {}).get(domain) for found in settings.values()]
+            if domain == "all" and sum(place[0] == source for place in places) == 2:
+                continue  # the one domain that there is
+            numbers = {cell["num_prompts"] for cell in cells if cell}
+            table.add_row(source, domain, " / ".join(f"{n:,}" for n in sorted(numbers)), *(_length(cell) for cell in cells))
+        for domain in dict.fromkeys(domain for means in benchmark_means.values() for domain in means):
+            means = [benchmark_means.get(setting, {}).get(domain) for setting in settings]
+            table.add_row("mean of the benchmarks", domain, "", *("-" if mean is None else f"{mean:.2f}" for mean in means))
+        self._line("")
+        self._console.print(table)
+        self._line("bonus token included; in brackets 95 % bootstrap intervals over prompts")
+        if report["skipped"]:
+            counts = ", ".join(f"{number} {reason}" for reason, number in report["skipped_by_reason"].items())
+            self._line(f"set aside: {counts} (skipped in report.json: source and row of each)", "yellow")
+
     def sweep(self, columns: Sequence[str], rows: Sequence[Sequence[str]], uri: str) -> None:
         """What the points of a sweep came to, and where that is kept."""
         table = _table(*columns)
@@ -222,6 +244,13 @@ def _table(*columns: str) -> Table:
     for column in columns:
         table.add_column(column, overflow="fold", no_wrap=column in ("step", ""))
     return table
+
+
+def _length(summary: Mapping[str, Any] | None) -> str:
+    if summary is None:
+        return "-"
+    low, high = summary["accepted_length_interval"]
+    return f"{summary['accepted_length']:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def _pace(progress: Progress, samples: deque[tuple[float, int]]) -> str:

@@ -144,7 +144,11 @@ class DecodingSetting:
 
 @dataclass(frozen=True)
 class EvaluateStage:
-    """`benchmarks`: name -> JSONL uri, decoded beside the test split; first turns only, as in the paper's tables."""
+    """`benchmarks`: name -> JSONL uri, or `hub` for one of pipelines/benchmarks.py; decoded beside the test split.
+
+    `turns` first is the mode of the paper's tables; all goes on with the target's own answers, as they were decoded.
+    `context_edges_tokens` and `thresholds` are views of the same rounds.
+    """
 
     max_new_tokens: int
     batch_size: int
@@ -153,7 +157,10 @@ class EvaluateStage:
     settings: tuple[DecodingSetting, ...]
     num_lossless_prompts: int
     max_prompts_per_source: int
-    benchmarks: Mapping[str, str]
+    benchmarks: Mapping[str, str] | None
+    turns: Literal["first", "all"]
+    context_edges_tokens: tuple[int, ...]
+    thresholds: tuple[float, ...]  # of the conditional confidence
 
 
 @dataclass(frozen=True)

@@ -61,32 +61,39 @@ def prompt_id(row: Mapping[str, Any]) -> str:
 
 def read_prompt_file(uri: str, default_domain: str | None = None) -> Iterator[dict[str, Any]]:
     """Validated rows of a JSONL file; ValueError names file and row."""
+    for number, line, row in parse_prompt_file(uri, default_domain):
+        if isinstance(row, str):
+            raise ValueError(f'{uri} row {number}: {row}: {line[:80]!r}. Fix: one {{"turns": ["..."], "domain": "..."}} a line')
+        yield row
+
+
+def parse_prompt_file(uri: str, default_domain: str | None) -> Iterator[tuple[int, str, dict[str, Any] | str]]:
+    """Number, text and row of every line that is not blank; of a bad line what is wrong with it, in place of a row."""
     folder, _, name = uri.rpartition("/")
-    for number, line in enumerate(open_storage(folder).read(name).decode("utf-8", "replace").splitlines(), 1):
+    # Not splitlines(): a text may hold U+2028 and its like, which JSON does not escape.
+    for number, line in enumerate(open_storage(folder).read(name).decode("utf-8", "replace").split("\n"), 1):
         if line.strip():
-            yield parse_row(line, f"{uri} row {number}", default_domain)
+            yield number, line, parse_row(line, default_domain)
 
 
-def parse_row(line: str, where: str, default_domain: str | None) -> dict[str, Any]:
-    def refuse(problem: str) -> ValueError:
-        return ValueError(f'{where}: {problem}: {line[:80]!r}. Fix: one {{"turns": ["..."], "domain": "..."}} a line')
-
+def parse_row(line: str, default_domain: str | None) -> dict[str, Any] | str:
+    """The row, or what is wrong with it; in brackets what only this line is about."""
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise refuse(f"not JSON ({error})") from None
+        return f"not JSON ({error})"
     if not isinstance(row, dict) or not isinstance(row.get("turns"), list) or not row["turns"]:
-        raise refuse('"turns" must be a list with at least one text')
+        return '"turns" must be a list with at least one text'
     if not all(isinstance(turn, str) and turn.strip() for turn in row["turns"]):
-        raise refuse("every turn must be a text that is not blank")
+        return "every turn must be a text that is not blank"
     domain = row.get("domain", default_domain)
     if not isinstance(domain, str) or not domain:
-        raise refuse('"domain" must be a text')
+        return '"domain" must be a text'
     for key in ("system", "template"):
         if not isinstance(row.get(key), str | None):
-            raise refuse(f'"{key}" must be a text')
+            return f'"{key}" must be a text'
     if default_domain is None and row.keys() - ROW_KEYS:
-        raise refuse(f"unknown key {sorted(row.keys() - ROW_KEYS)[0]!r} (known: {', '.join(sorted(ROW_KEYS))})")
+        return f"unknown key {sorted(row.keys() - ROW_KEYS)[0]!r} (known: {', '.join(sorted(ROW_KEYS))})"
     return {"turns": row["turns"], "domain": domain, "system": row.get("system"), "template": row.get("template")}
 
 

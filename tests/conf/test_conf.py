@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from pipelines import flow, targets
+from pipelines.benchmarks import ON_HUB
 from pipelines.config import PROJECT_ROOT, compose
 from pipelines.dag import fingerprint
 from pipelines.settings import STEPS
@@ -53,6 +54,12 @@ def test_contender_is_a_drafter_with_a_loss_whatever_the_experiment_says(contend
     assert getattr(settings.drafter, "num_layers", 1) == (1 if "1layer" in contender or contender in ("eagle3", "mtp") else 2)
 
 
+def test_papers_experiment_evaluates_its_nine_benchmarks_from_the_hub() -> None:
+    settings, _ = compose(["experiment=paper_qwen3_4b"])
+    assert settings.stage.evaluate.benchmarks == dict.fromkeys(ON_HUB, "hub")
+    assert len(ON_HUB) == 9
+
+
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
 def test_choice_of_a_group_composes(group: str, choice: str) -> None:
     settings, _ = compose([f"{group}={choice}"])
@@ -90,6 +97,11 @@ def test_choice_of_a_group_composes(group: str, choice: str) -> None:
         (["stage.train.batch_sequences=7", "cluster.micro_batch_sequences=2"], ["stage.train.batch_sequences", "multiple of 2"]),
         (["cluster.train_engine=deepspeed", "cluster.executor=local"], ["cluster.train_engine", "cluster=ray"]),
         (["stage.evaluate.settings=[{temperature: 1.0, draft_mode: probabilistic, ablation: null, top: 1}]"], ["stage.evaluate.settings.0.top", "unknown"]),
+        (["stage.evaluate.thresholds=[0.5,2]"], ["stage.evaluate.thresholds: [0.5, 2.0]", "0 to 1"]),
+        (["stage.evaluate.context_edges_tokens=[64,128]"], ["stage.evaluate.context_edges_tokens: [64, 128]", "begin with 0"]),
+        (["stage.evaluate.turns=both"], ["stage.evaluate.turns", "'both'", "'first' or 'all'"]),
+        (["stage.evaluate.benchmarks={gsm9k: hub}"], ["stage.evaluate.benchmarks.gsm9k: 'hub'", "gsm8k", "JSONL"]),
+        (["stage.evaluate.benchmarks={test: x.jsonl}"], ["stage.evaluate.benchmarks.test: 'x.jsonl'", "another name"]),
         (["stage.evaluate.max_new_tokens=100000"], ["stage.evaluate.max_new_tokens", "1023"]),
         (["stage.cache_targets.max_bytes=0"], ["stage.cache_targets.max_bytes: 0", "above 0", "null"]),
         (["stage.cache_targets.window_bytes=0"], ["stage.cache_targets.window_bytes: 0", "at least 1", "2000000000"]),

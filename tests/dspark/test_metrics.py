@@ -5,7 +5,16 @@ import dataclasses
 import numpy as np
 import pytest
 
-from dspark.metrics import acceptance, bootstrap_difference, bootstrap_interval, truncate_by_threshold
+from dspark.calibration import pad
+from dspark.metrics import (
+    acceptance,
+    bootstrap_difference,
+    bootstrap_interval,
+    by_context_length,
+    pooled_length,
+    threshold_sweep,
+    truncate_by_threshold,
+)
 
 
 def _columns(case):
@@ -27,8 +36,9 @@ def test_acceptance_of_a_case_has_its_rates_and_denominators(acceptance_case):
 
 def test_threshold_sweep_of_a_case_truncates_the_same_rounds(acceptance_case):
     _, accepted, ended_by_stop, confidences = _columns(acceptance_case)
+    confidence_NK = pad(confidences, acceptance_case["block_size"])
     for wanted in acceptance_case["expected"]["threshold_sweep"]:
-        verified, kept, stops = truncate_by_threshold(accepted, ended_by_stop, confidences, wanted["threshold"])
+        verified, kept, stops = truncate_by_threshold(accepted, ended_by_stop, confidence_NK, wanted["threshold"])
         assert verified == wanted["verified_lengths"]
         assert kept == wanted["accepted"]
         assert np.mean(verified) == pytest.approx(wanted["mean_verified"])
@@ -37,6 +47,48 @@ def test_threshold_sweep_of_a_case_truncates_the_same_rounds(acceptance_case):
         for name in ("acceptance_rate", "acceptance_rate_with_bonus", "accepted_length"):
             value = getattr(found, name)
             assert value == (None if wanted[name] is None else pytest.approx(wanted[name], abs=1e-10)), name
+
+
+def test_threshold_sweep_of_a_case_has_the_means_of_the_truncated_rounds(acceptance_case):
+    _, accepted, ended_by_stop, confidences = _columns(acceptance_case)
+    confidence_NK = pad(confidences, acceptance_case["block_size"])
+    found = threshold_sweep(accepted, ended_by_stop, confidence_NK, acceptance_case["thresholds"])
+    for point, wanted in zip(found, acceptance_case["expected"]["threshold_sweep"], strict=True):
+        values = (point.threshold, point.verified_tokens, point.rejected_tokens, point.accepted_length)
+        assert values == pytest.approx(tuple(wanted[k] for k in ("threshold", "mean_verified", "mean_rejected", "accepted_length")))
+        assert (point.acceptance_rate or 0.0) == pytest.approx(wanted["acceptance_rate"] or 0.0, abs=1e-10)
+
+
+def test_threshold_sweep_at_zero_is_what_was_decoded_and_beyond_one_is_no_drafting():
+    """The second round was stored cut at its stop token: two of three positions, no bonus until it is cut before it."""
+    whole, none = threshold_sweep([1, 2], [False, True], [[0.0, 0.9, 0.1], [0.8, 0.4, np.nan]], [0.0, 1.1])
+    assert (whole.verified_tokens, whole.accepted_length, whole.acceptance_rate) == (2.5, 2.0, 3 / 5)
+    assert (none.verified_tokens, none.accepted_length, none.acceptance_rate) == (0.0, 1.0, None)
+    assert threshold_sweep([], [], np.zeros((0, 3)), [0.5])[0].accepted_length is None
+
+
+def test_context_buckets_hold_every_round_once_with_their_own_pooled_length():
+    generator = np.random.default_rng(2)
+    context, emitted, prompt = generator.integers(0, 900, 300), generator.integers(1, 8, 300), generator.integers(0, 12, 300)
+    edges = [0, 1, 128, 512, 5000, 6000]
+    found = by_context_length(context, emitted, [f"p{i}" for i in prompt], edges)
+    assert [(bucket.from_tokens, bucket.below_tokens) for bucket in found] == list(zip(edges, [*edges[1:], None], strict=True))
+    for bucket in found:
+        mine = [i for i in range(300) if context[i] >= bucket.from_tokens and context[i] < (bucket.below_tokens or 10**9)]
+        assert bucket.length.num_rounds == len(mine)
+        assert bucket.length.num_prompts == len({int(prompt[i]) for i in mine})
+        wanted = sum(int(emitted[i]) for i in mine) / len(mine) if mine else None
+        assert bucket.length.accepted_length == (None if wanted is None else pytest.approx(wanted))
+        assert (bucket.length.accepted_length_interval is None) == (not mine)
+    assert sum(bucket.length.num_rounds for bucket in found) == 300
+    with pytest.raises(ValueError, match=r"context_edges_tokens: \[5\] leaves out a context of 0\. Fix"):
+        by_context_length([0, 9], [1, 1], ["a", "b"], [5])
+
+
+def test_pooled_length_has_the_interval_of_its_prompts():
+    found = pooled_length([3, 1, 2, 4], ["b", "a", "b", "a"])
+    assert (found.accepted_length, found.num_rounds, found.num_prompts) == (2.5, 4, 2)
+    assert found.accepted_length_interval == bootstrap_interval([5.0, 5.0], [2.0, 2.0]) == (2.5, 2.5)
 
 
 def test_acceptance_of_no_rounds_has_no_ratios():

@@ -65,6 +65,7 @@ def test_trunk_local_run_makes_every_artifact_with_its_record(finished: Path) ->
     report = json.loads(next(finished.glob("evaluate/*/report.json")).read_text())
     assert report["lossless"]["num_wrong"] == 0
     assert report["lossless"]["num_prompts"] == 4
+    assert report["skipped_by_reason"] == {}
     assert set(report["settings"]) == {"t0-greedy", "t0-greedy-no_markov", "t1-probabilistic"}
     assert all(1.0 <= report["settings"][name]["test"]["all"]["accepted_length"] <= 5.0 for name in report["settings"])
     check_release(LocalStorage(str(next(finished.glob("publish/*/release")))))
@@ -205,6 +206,7 @@ def test_trunk_store_below_a_regular_file_is_refused(tmp_path: Path) -> None:
         ("regenerate", "rows-00001.json"),
         ("cache_targets", "shard-00001.json"),
         ("train", "complete.json"),
+        ("evaluate", "rounds-t0-greedy-0000.json"),
     ],
 )
 def test_trunk_killed_driver_goes_on_from_what_was_finished(tmp_path: Path, step: str, mark: str) -> None:

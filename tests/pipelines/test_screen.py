@@ -96,6 +96,32 @@ def test_summary_without_a_drafter_names_none(plain: RichScreen, capsys: pytest.
     assert "drafter" not in capsys.readouterr().out
 
 
+def test_evaluation_shows_a_line_a_domain_and_what_was_set_aside(plain: RichScreen, capsys: pytest.CaptureFixture[str]) -> None:
+    def summary(length: float, num_prompts: int) -> dict[str, Any]:
+        return {"accepted_length": length, "accepted_length_interval": [length - 0.1, length + 0.1], "num_prompts": num_prompts}
+
+    report = {
+        "settings": {
+            "t0-greedy": {"test": {"all": summary(3, 9), "math": summary(4, 5), "code": summary(2, 4)}},
+            "t1-probabilistic": {"gsm8k": {"all": summary(5, 1300), "math": summary(5, 1300)}},
+        },
+        "benchmark_means": {"t1-probabilistic": {"all": 5.0}},
+        "skipped": [{}, {}, {}],
+        "skipped_by_reason": {"duplicate": 1, "prompt too long": 2},
+    }
+    plain.evaluation(report)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line]
+    assert lines[:6] == [
+        ["accepted", "length", "domain", "prompts", "t0-greedy", "t1-probabilistic"],
+        ["test", "all", "9", "3.00", "[2.90,", "3.10]", "-"],
+        ["test", "math", "5", "4.00", "[3.90,", "4.10]", "-"],
+        ["test", "code", "4", "2.00", "[1.90,", "2.10]", "-"],
+        ["gsm8k", "math", "1,300", "-", "5.00", "[4.90,", "5.10]"],
+        ["mean", "of", "the", "benchmarks", "all", "-", "5.00"],
+    ]
+    assert " ".join(lines[-1]).startswith("set aside: 1 duplicate, 2 prompt too long (")
+
+
 # --- progress -------------------------------------------------------------------------------------------------------
 
 
