@@ -391,7 +391,7 @@ def test_verify_of_the_final_states_of_another_model_says_how_many_agree(
 
     def of_another_model(rows: list[CacheRow]) -> None:
         for row in rows:
-            final_TD = other.states(row.token_ids_T.tolist()).final_BTD
+            final_TD = other.states(row.token_ids_T.tolist()).final_SD
             row.final_SD = encode(final_TD[supervised_rows(row.loss_mask_T)], "bf16")
 
     rewrite(root, steps, of_another_model)
