@@ -93,10 +93,11 @@ class TargetHead:
         return total if bool((total.abs() < EXP_SAFE).all()) else self.logits(final_MD).logsumexp(-1)
 
     def _logits_of(self, final: Tensor, table_VD: Tensor) -> Tensor:
-        return _logits(torch.nn.functional.linear(final, table_VD), self.shape)
+        return shaped_logits(torch.nn.functional.linear(final, table_VD), self.shape)
 
 
-def _logits(product: Tensor, shape: TargetShape) -> Tensor:
+def shaped_logits(product: Tensor, shape: TargetShape) -> Tensor:
+    """Of states times the LM head: at least fp32, and soft-capped."""
     return soft_capped(product if product.dtype == torch.float64 else product.float(), shape.logit_soft_cap)
 
 
@@ -122,7 +123,7 @@ def load_head(folder: Path, dtype: torch.dtype) -> TargetHead:
 
 
 class KeyValueCache:
-    """Keys and values [slots, G, P, H] of each layer, written at the positions of a step. A layer's are made when it first brings
+    """Keys and values [slots, P, G, H] of each layer, written at the positions of a step. A layer's are made when it first brings
     some: heads may differ between layers. `max_length` leaves room for a step's padding behind the last token."""
 
     is_compileable = False
@@ -149,12 +150,13 @@ class KeyValueCache:
         if layer not in self._layers:
             _, num_heads, head_width = keys_SGH.shape
             num_slots, max_length = self._size
-            blank = keys_SGH.new_zeros(2, num_slots, num_heads, max_length, head_width)
+            blank = keys_SGH.new_zeros(2, num_slots, max_length, num_heads, head_width)
             self._layers[layer] = blank[0], blank[1]
         keys, values = self._layers[layer]
-        keys[self._step.slot_S, :, self._step.positions_S] = keys_SGH
-        values[self._step.slot_S, :, self._step.positions_S] = values_SGH
-        return keys[self._step.slots][:, :, : self._length], values[self._step.slots][:, :, : self._length]
+        keys[self._step.slot_S, self._step.positions_S] = keys_SGH
+        values[self._step.slot_S, self._step.positions_S] = values_SGH
+        keys_RPGH, values_RPGH = (tensor[:, : self._length][self._step.slots] for tensor in (keys, values))
+        return keys_RPGH.transpose(1, 2), values_RPGH.transpose(1, 2)
 
     def get_seq_length(self, layer: int = 0) -> int:
         return self._length
@@ -163,7 +165,7 @@ class KeyValueCache:
         """Puts what a slot holds of its first positions in another's place."""
         for tensors in self._layers.values():
             for tensor in tensors:
-                tensor[target, :, :length] = tensor[source, :, :length]
+                tensor[target, :length] = tensor[source, :length]
 
 
 class TransformersTarget(TargetModel):
@@ -200,4 +202,4 @@ class TransformersTarget(TargetModel):
 
     @torch.no_grad()
     def logits(self, final: Tensor) -> Tensor:
-        return _logits(self._model.get_output_embeddings()(final), self.shape)
+        return shaped_logits(self._model.get_output_embeddings()(final), self.shape)
