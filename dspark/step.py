@@ -61,10 +61,11 @@ class Step:
 
     @cached_property
     def slots(self) -> slice | Tensor:
-        """The requests' rows of a cache: a view of the first ones where it can be."""
-        num_requests = len(self.slots_R)
-        is_leading = torch.equal(self.slots_R, torch.arange(num_requests, device=self.slots_R.device))
-        return slice(num_requests) if is_leading else self.slots_R
+        """The requests' rows of a cache: a view where they are neighbours."""
+        first = int(self.slots_R[0])
+        whole = slice(first, first + len(self.slots_R))
+        is_range = torch.equal(self.slots_R, torch.arange(whole.start, whole.stop, device=self.slots_R.device))
+        return whole if is_range else self.slots_R
 
     @cached_property
     def is_rectangle(self) -> bool:

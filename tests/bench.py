@@ -1,21 +1,17 @@
 """`make bench`: hot paths beside a baseline, measured in the same run and printed as ratios.
 
     attention   block attention over [context ; own block] against dense-mask attention over [context ; all blocks]
-    decoding    tokens/s with the trained drafter against plain decoding, same engine, same prompts, T = 0
-                (needs a finished `make pipeline`; left out, and said so, without one)
     admission   Algorithm 1 on arrays against the oracle's loop over tokens, one scheduling step
 
 Runs are interleaved and medians are printed, since machines are noisy; compare ratios, not seconds.
 """
 
-import json
 import os
 import platform
 import statistics
 import subprocess
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import oracles  # beside this file, which runs as a script
@@ -24,9 +20,6 @@ import torch
 from dspark.blocks import attention_mask
 from dspark.layers import attend
 from dspark.scheduler import SpsTable, admit
-from pipelines import flow, runner, targets
-from pipelines.backends.object_store import open_storage
-from pipelines.config import compose
 
 REPEATS = 5
 
@@ -69,41 +62,6 @@ def bench_attention(num_tokens: int, num_anchors: int) -> None:
     )
 
 
-def bench_decoding(batch_size: int, num_prompts: int) -> None:
-    from dspark.chat import ChatTokenizer, messages
-    from dspark.checkpoint import load_drafter
-    from dspark.decoding import DecodingConfig, Request, decode
-    from dspark.sampling import Sampling
-    from dspark.target import TransformersTarget, load_head
-
-    settings, _ = compose([])
-    root = open_storage(flow.absolute(settings.cluster.root))
-    planned = {item.step.name: item for item in runner.plan(flow.build(settings), root)}
-    if not planned["train"].verdict.is_hit:
-        print("decoding    left out: no trained drafter (make pipeline)")
-        return
-    folder = Path(targets.uri(settings.target))
-    head = load_head(folder, torch.bfloat16)
-    weights = targets.identify(settings.target).weights
-    drafter = load_drafter(open_storage(f"{root.uri}/{planned['train'].step.folder}"), "drafter", head, weights, torch.bfloat16)
-    target = TransformersTarget(folder, drafter.tapped_layers, torch.bfloat16, torch.device("cpu"))
-    tokenizer = ChatTokenizer(folder)
-    rows = [json.loads(line) for line in root.read(f"{planned['prompts'].step.folder}/prompts.jsonl").splitlines()]
-    chosen = [row for row in rows if row["split"] == "test" and row["domain"] in ("math", "code")][:num_prompts]
-    requests = [Request(row["id"], tuple(tokenizer.prompt_ids(messages(row["system"], row["turns"], [])))) for row in chosen]
-    config = DecodingConfig(Sampling("greedy", 0.0), 64, tokenizer.stop_ids, batch_size, 0)
-    counted: dict[str, list[float]] = {"plain": [], "drafted": []}
-    for _ in range(3):
-        for name in counted:
-            started = time.perf_counter()
-            done = list(decode(target, drafter if name == "drafted" else None, requests, config))
-            counted[name].append(sum(len(c.token_ids) for c in done) / (time.perf_counter() - started))
-    plain, drafted = (statistics.median(counted[name]) for name in ("plain", "drafted"))
-    print(
-        f"decoding    batch {batch_size:2d}   plain {plain:7.1f} tokens/s   drafted {drafted:7.1f} tokens/s   speed-up {drafted / plain:.2f}"
-    )
-
-
 def bench_admission(num_requests: int, block_size: int) -> None:
     generator, num_steps = np.random.default_rng(0), 50
     table = SpsTable((1, 256, 512, 1024, 2048), (0.002,) * 5, (0.008, 0.010, 0.013, 0.020, 0.035))
@@ -133,8 +91,6 @@ def main() -> None:
     print(f"commit {commit}, {platform.machine()}, {os.cpu_count()} CPUs, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}")
     for num_tokens, num_anchors in ((256, 24), (1024, 96)):
         bench_attention(num_tokens, num_anchors)
-    for batch_size, num_prompts in ((1, 4), (16, 16)):
-        bench_decoding(batch_size, num_prompts)
     bench_admission(num_requests=256, block_size=7)
 
 

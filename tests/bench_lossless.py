@@ -45,6 +45,7 @@ from tests.trained import Trained, trained_drafters
 V, K, BATCH = 24, 3, 1000
 PROMPTS = ((3, 14, 15), (9,), (2, 6, 5, 3, 5), (8, 9, 7, 9, 3, 2, 3, 8))
 CPU = torch.device("cpu")
+PARTS = ["toy", "controls", "target", "identity"]
 LEAST_P, CONTROL_P, MARGIN = 1e-3, 1e-6, 1e-4
 CONFIGS: dict[str, DrafterConfig] = {
     "markov": DSparkConfig("dspark", 1, K, None, "markov", V, True, (), None),
@@ -281,15 +282,16 @@ def _partings(what: str, trained: Trained, target: TargetModel, one: dict[str, l
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="make bench-lossless", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "parts", nargs="*", choices=["toy", "controls", "target", "identity", []], default=["toy", "controls", "target", "identity"]
-    )
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; default: all")
     parser.add_argument("--draws", type=int, default=50_000, help="of each combination of the toy")
     parser.add_argument("--target-draws", type=int, default=3000)
     parser.add_argument("--prompts", type=int, default=100, help="of identity")
     parser.add_argument("--sampled", type=int, default=50, help="prompts of identity at temperature 1")
     parser.add_argument("--drafter", action="append", help="folder of the train step; default: that of `make pipeline`")
     arguments = parser.parse_args()
+    parts = arguments.parts or PARTS
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"parts {sorted(unknown)} must be of {', '.join(PARTS)}")
     torch.set_num_threads(os.cpu_count() or 1)
     print(machine(), flush=True)
     is_good = True
@@ -297,14 +299,14 @@ def main() -> None:
         folder = Path(name)
         toy_target(folder / "target")
         toy_target(folder / "small", seed=1)
-        if "toy" in arguments.parts:
+        if "toy" in parts:
             is_good &= bench_toy(folder, arguments.draws, os.cpu_count() or 1)
-        if "controls" in arguments.parts:
+        if "controls" in parts:
             is_good &= bench_controls(folder, arguments.draws)
-    for trained in trained_drafters(arguments.drafter) if {"target", "identity"} & {*arguments.parts} else ():
-        if "identity" in arguments.parts:
+    for trained in trained_drafters(arguments.drafter) if {"target", "identity"} & {*parts} else ():
+        if "identity" in parts:
             is_good &= bench_identity(trained, arguments.prompts, arguments.sampled)
-        if "target" in arguments.parts:
+        if "target" in parts:
             is_good &= bench_target(trained, arguments.target_draws, 64)
     sys.exit(not is_good)
 
