@@ -149,6 +149,7 @@ class _Engine:
         self._context: Any = drafter.new_context(num_slots, max_length) if drafter is not None else None
         self._live: list[_Live] = []
 
+    @torch.inference_mode()
     def run(self) -> Iterator[Completion]:
         while self._waiting or self._live:
             free = self._config.batch_size - len(self._live)

@@ -33,6 +33,7 @@ from tests.trained import Trained, held_out, trained_drafters
 
 PARTS = ["speed", "batch", "ragged"]
 CPU = torch.device("cpu")
+GOAL = 1.3  # times plain decoding at concurrency 1
 ANY_SPS = SpsTable((1,), (0.0,), (1.0,))  # a fixed length asks for no price
 CONTEXT_TOKENS = 128
 VERIFIED_TOKENS = 8  # at most: the anchor and a block of 7
@@ -78,23 +79,25 @@ def bench_speed(
     steps: dict[str, list[StepTimes]] = {}
     rounds: dict[str, list[Round]] = {}
     tokens: dict[str, int] = {}
-    for repeat in range(repeats + 1):
+    for _ in range(repeats):
         for name, (target, drafter, verification) in contenders.items():
             config = DecodingConfig(Sampling("greedy", 0.0), num_tokens, held_out.stop_ids, concurrency, 0, verification=verification)
+            list(decode(target, drafter, requests[:1], config))  # warm
             steps[name] = []
             started = time.perf_counter()
             done = list(decode(target, drafter, requests, config, steps[name].append))
-            if repeat:
-                seconds[name].append(time.perf_counter() - started)
+            seconds[name].append(time.perf_counter() - started)
             tokens[name], rounds[name] = sum(len(c.token_ids) for c in done), [r for c in done for r in c.rounds]
-    plain = tokens["plain"] / statistics.median(seconds["plain"])
+    plain, step_ms = tokens["plain"] / statistics.median(seconds["plain"]), dict[str, float]()
     for name in contenders:
         speed = tokens[name] / statistics.median(seconds[name])
         draft, verified = (1000 * statistics.median(getattr(s, part) for s in steps[name]) for part in ("draft_seconds", "verify_seconds"))
         emitted = sum(s.num_emitted for s in steps[name]) / sum(s.num_requests for s in steps[name])
+        step_ms[name] = draft + verified
+        needed = GOAL * step_ms[name] / step_ms["plain"]
         print(
             f"speed    concurrency {concurrency:2d}  {name:40s} {speed:7.1f} tokens/s = {speed / plain:.2f}   step {draft:5.1f} + {verified:5.1f} ms"
-            f"   tokens a round {emitted:.2f}, {(draft + verified) / emitted / concurrency:.1f} ms a token{_over_time(rounds[name])}",
+            f"   tokens a round {emitted:.2f} (for {GOAL} times plain: {needed:.2f}){_over_time(rounds[name])}",
             flush=True,
         )
 
@@ -132,11 +135,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="make bench-decode", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; default: all")
     parser.add_argument("--drafter", action="append", help="folder of the train step; default: that of `make pipeline`")
-    parser.add_argument("--verify", type=int, nargs="+", default=[2, 3, 7], help="drafted tokens that are verified")
+    parser.add_argument("--verify", type=int, nargs="+", default=[3, 7], help="drafted tokens that are verified")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--repeats", type=int, default=1)
     arguments = parser.parse_args()
     parts = arguments.parts or PARTS
     if unknown := set(parts) - set(PARTS):
@@ -146,7 +149,7 @@ def main() -> None:
     if "ragged" in parts:
         target = load_target(held_out().target_folder, (0,), torch.bfloat16, CPU)
         for num_requests in (16, 64):
-            bench_ragged(target, num_requests, 3 * arguments.repeats)
+            bench_ragged(target, num_requests, 9)
     if {"speed", "batch"} & {*parts}:
         trained = trained_drafters(arguments.drafter)
         for concurrency in arguments.concurrency if "speed" in parts else ():

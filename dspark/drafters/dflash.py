@@ -27,7 +27,7 @@ from dspark.drafters.base import (
     Proposal,
     TrainingBatch,
 )
-from dspark.drafters.heads import ConfidenceHead, HeadStep, MarkovHead
+from dspark.drafters.heads import ConfidenceHead, MarkovHead
 from dspark.layers import DrafterLayer, RMSNorm, Rotation
 
 
@@ -60,7 +60,7 @@ class DFlash(Drafter):
         context = [(packed.padded(k), packed.padded(v)) for k, v in self._context(packed.tapped_SLD, packed.positions_S)]
         hidden_BAKD = self._blocks(batch.previous_BAK[..., 0], batch.anchors_BA, context)
         step = self.markov_head.block(batch.previous_BAK, hidden_BAKD) if self.markov_head is not None else None
-        return BlockOutput(hidden_BAKD, step.bias if step else None, self._confidence(hidden_BAKD, step))
+        return BlockOutput(hidden_BAKD, step.bias if step else None, self._confidence(hidden_BAKD, step.embedded if step else None))
 
     # --- decoding -----------------------------------------------------------------------------------------------------
 
@@ -81,18 +81,18 @@ class DFlash(Drafter):
         B, S = len(anchor_tokens_B), int(anchor_positions_B.max())
         known = [(k[:B, :S], v[:B, :S]) for k, v in zip(context.keys, context.values, strict=True)]
         hidden_BKD = self._blocks(anchor_tokens_B[:, None], anchor_positions_B[:, None], known)[:, 0]
-        head, previous_B, step, tokens, confidences = self.head, anchor_tokens_B, None, [], []
+        head, previous_B, step, tokens, embedded = self.head, anchor_tokens_B, None, [], []
         base_BKW = head.logits(hidden_BKD)
         for k in range(self.config.block_size):
             logits_BW = base_BKW[:, k]
             if self.markov_head is not None:
                 step = self.markov_head.step(previous_B, hidden_BKD[:, k], step.state if step else None)
+                embedded.append(step.embedded)
                 logits_BW = logits_BW if head.bias_weight_WR is None else logits_BW + nn.functional.linear(step.bias, head.bias_weight_WR)
-            confidences.append(self._confidence(hidden_BKD[:, k], step))
             previous_B = self.draft_ids_W[choose(k, logits_BW)]
             tokens.append(previous_B)
-        confidence = None if confidences[0] is None else torch.stack([c for c in confidences if c is not None], dim=1)
-        return Proposal(torch.stack(tokens, dim=1), confidence)
+        confidence_BK = self._confidence(hidden_BKD, torch.stack(embedded, dim=1) if embedded else None)
+        return Proposal(torch.stack(tokens, dim=1), confidence_BK)
 
     # --- pieces -------------------------------------------------------------------------------------------------------
 
@@ -132,5 +132,5 @@ class DFlash(Drafter):
         num_rows = self.config.block_size + (not self.config.sample_from_anchor)
         return anchors_BA[..., None] + torch.arange(num_rows, device=anchors_BA.device)
 
-    def _confidence(self, hidden: Tensor, step: HeadStep | None) -> Tensor | None:
-        return None if self.confidence_head is None else self.confidence_head(hidden, step.embedded if step else None)
+    def _confidence(self, hidden: Tensor, embedded: Tensor | None) -> Tensor | None:
+        return None if self.confidence_head is None else self.confidence_head(hidden, embedded)
