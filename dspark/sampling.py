@@ -23,6 +23,7 @@ from torch import Tensor
 
 DRAFT, VERIFY, ACCEPT = 0, 1, 2  # what a random number decides
 UNIFORMS_AT_ONCE = 64
+LEAST_FP32 = float(np.finfo(np.float32).tiny)
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Noise:
 
 def exponentials(generator: np.random.Generator, size: tuple[int, ...]) -> np.ndarray:
     """fp32, none 0."""
-    return np.maximum(generator.standard_exponential(size, dtype=np.float32), np.finfo(np.float32).tiny)
+    return np.maximum(generator.standard_exponential(size, dtype=np.float32), LEAST_FP32)
 
 
 def race(probs: Tensor, exponentials: Tensor) -> Tensor:
