@@ -32,9 +32,13 @@ from dspark.scheduler import Admission
 from dspark.step import Step
 from dspark.target import KeyValueCache, TargetModel, TargetStates
 
+PREFILL_TOKENS = 8192  # of the prompts that begin in one step; a longer prompt begins alone
+
 
 @dataclass(frozen=True)
 class Request:
+    """`id`: of its own among the requests of a `decode`, the key of its random numbers."""
+
     id: str
     prompt_ids: tuple[int, ...]
     domain: str = ""
@@ -98,6 +102,9 @@ def decode(
     empty = [request.id for request in requests if not request.prompt_ids]
     if empty:
         raise ValueError(f"request {empty[0]}: the prompt has no tokens. Fix: leave it out, a chat template always renders some")
+    if len({request.id for request in requests}) < len(requests):
+        twice = next(request.id for i, request in enumerate(requests) if request.id in {r.id for r in requests[:i]})
+        raise ValueError(f"request {twice}: its id is there twice, and would draw the same tokens. Fix: give each request an id of its own")
     if requests:
         yield from _Engine(target, drafter, requests, config, on_step).run()
 
@@ -144,7 +151,7 @@ class _Engine:
         self._waiting = deque(sorted(requests, key=lambda request: -len(request.prompt_ids)))
         self._block_size = drafter.block_size if drafter is not None else 0
         num_slots = min(config.batch_size, len(requests))
-        max_length = len(self._waiting[0].prompt_ids) + config.max_new_tokens + 2 * (self._block_size + 1)
+        max_length = len(self._waiting[0].prompt_ids) + config.max_new_tokens + self._block_size
         self._cache = KeyValueCache(num_slots, max_length)
         self._context: Any = drafter.new_context(num_slots, max_length) if drafter is not None else None
         self._live: list[_Live] = []
@@ -152,12 +159,20 @@ class _Engine:
     @torch.inference_mode()
     def run(self) -> Iterator[Completion]:
         while self._waiting or self._live:
-            free = self._config.batch_size - len(self._live)
-            if self._waiting and free:
-                self._prefill([self._waiting.popleft() for _ in range(min(free, len(self._waiting)))])
+            if self._waiting and len(self._live) < self._config.batch_size:
+                self._prefill(self._next_requests(self._config.batch_size - len(self._live)))
             else:
                 self._round()
             yield from self._retire()
+
+    def _next_requests(self, num_free: int) -> list[Request]:
+        requests, num_tokens = [self._waiting.popleft()], 0
+        while self._waiting and len(requests) < num_free:
+            num_tokens += len(requests[-1].prompt_ids)
+            if num_tokens + len(self._waiting[0].prompt_ids) > PREFILL_TOKENS:
+                break
+            requests.append(self._waiting.popleft())
+        return requests
 
     def _prefill(self, requests: Sequence[Request]) -> None:
         """Runs the prompts and draws each request's first token, which belongs to no round."""
@@ -176,7 +191,7 @@ class _Engine:
 
     def _round(self) -> None:
         """One step of all live requests."""
-        started = time.perf_counter()
+        started = self._now()
         live, B, K, device = self._live, len(self._live), self._block_size, self._target.device
         anchors_B = torch.tensor([r.anchor_token for r in live], device=device)
         positions_B = torch.tensor([r.position for r in live], device=device)
@@ -185,7 +200,7 @@ class _Engine:
         if self._drafter is not None:
             proposal = self._drafter.propose(self._context, anchors_B, positions_B, block)
         lengths_B = self._lengths(proposal)
-        drafted_at = time.perf_counter()
+        drafted_at = self._now()
         column_L = torch.arange(K + 1, device=device)
         is_verified_BL = column_L <= lengths_B[:, None]
         tokens_BL, positions_BL = torch.cat([anchors_B[:, None], proposal.tokens_BK], dim=1), positions_B[:, None] + column_L
@@ -210,8 +225,13 @@ class _Engine:
         )
         num_emitted = sum(self._finish(*row) for row in columns)
         if self._on_step:
-            times = drafted_at - started, time.perf_counter() - drafted_at
+            times = drafted_at - started, self._now() - drafted_at
             self._on_step(StepTimes(B, len(step.tokens_S), num_emitted, *times))
+
+    def _now(self) -> float:
+        if self._on_step and self._target.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
     def _lengths(self, proposal: Proposal) -> Tensor:
         """How many drafted tokens of each request are verified."""

@@ -133,7 +133,10 @@ def obstacle(folder: Path) -> str | None:
     """What of a target `PackedTarget` does not compute."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(folder).get_text_config()
+    whole = AutoConfig.from_pretrained(folder)
+    if getattr(whole, "quantization_config", None):
+        return "its weights are quantised"
+    config = whole.get_text_config()
     if config.model_type not in PACKED_FAMILIES:
         return f"model_type {config.model_type!r} is none of {', '.join(PACKED_FAMILIES)}"
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):

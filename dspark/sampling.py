@@ -6,8 +6,9 @@ the same way on both sides; temperature 0 and greedy drafting are point masses.
 
 A token is drawn by a race of exponentials, argmax_v p_v / E_v, with E keyed by request, position and token (`Noise`). The batch
 that a request happens to be in changes its probabilities by rounding alone, and that changes a race only where two tokens all
-but tie; an inverse CDF, which adds up the vocabulary, would turn it into another token far more often. A position may be
-drafted several times with the same E: whether it is reached again depends on positions before it alone.
+but tie; an inverse CDF, which adds up the vocabulary, would turn it into another token far more often. A position may be drafted
+from several anchors, and each time with other noise: verified lengths may depend on the confidences of earlier drafts, which
+depend on the tokens drafted then, and must know nothing of the present ones.
 
 Shapes: B requests, K drafted tokens, S rows of all requests, V target vocabulary, W draft vocabulary.
 """
@@ -74,9 +75,9 @@ class Noise:
         self._key = np.frombuffer(digest[:16], dtype=np.uint64)
         self._uniforms: dict[int, np.ndarray] = {}
 
-    def exponentials(self, purpose: int, position: int, size: int) -> np.ndarray:
-        """E_v of the race at a position, fp32."""
-        return exponentials(self.generator(purpose, position), (size,))
+    def exponentials(self, purpose: int, position: int, k: int, size: int) -> np.ndarray:
+        """E_v of the race at a position, or of the k-th token drafted from an anchor there; fp32."""
+        return exponentials(self.generator(purpose, position, k), (size,))
 
     def uniforms(self, position: int, size: int) -> list[float]:
         """Of the tests of the tokens at this position and the following ones."""
@@ -88,13 +89,13 @@ class Noise:
             self._uniforms[block] = self.generator(ACCEPT, block).random(UNIFORMS_AT_ONCE)
         return float(self._uniforms[block][position % UNIFORMS_AT_ONCE])
 
-    def generator(self, purpose: int, position: int) -> np.random.Generator:
-        return np.random.Generator(np.random.Philox(key=self._key, counter=[0, 0, position, purpose]))
+    def generator(self, purpose: int, position: int, k: int = 0) -> np.random.Generator:
+        return np.random.Generator(np.random.Philox(key=self._key, counter=[0, k, position, purpose]))
 
 
 def exponentials(generator: np.random.Generator, size: tuple[int, ...]) -> np.ndarray:
-    """fp32, none 0."""
-    return np.maximum(generator.standard_exponential(size, dtype=np.float32), LEAST_FP32)
+    """fp32 values, drawn with the 53 bits of a double: fp32's own are 0 once in 2^23, and a 0 wins every race of a large vocabulary."""
+    return np.maximum(generator.standard_exponential(size), LEAST_FP32).astype(np.float32)
 
 
 def race(probs: Tensor, exponentials: Tensor) -> Tensor:
@@ -109,7 +110,7 @@ class BlockDraw:
     """
 
     def __init__(self, sampling: Sampling, noises: Sequence[Noise], positions: Sequence[int]) -> None:
-        """positions: of the anchors; the first drafted token's is one higher."""
+        """positions: of the anchors."""
         self._sampling, self._noises, self._positions = sampling, noises, positions
         self._probs: list[Tensor] = []
 
@@ -117,17 +118,17 @@ class BlockDraw:
         if self._sampling.has_point_drafts:
             return logits_BW.argmax(-1)
         self._probs.append(self._sampling.probs(logits_BW))
-        return draw(self._probs[-1], self._noises, DRAFT, [position + k + 1 for position in self._positions])
+        return draw(self._probs[-1], self._noises, DRAFT, self._positions, k)
 
     @property
     def probs_BKW(self) -> Tensor | None:
         return torch.stack(self._probs, dim=1) if self._probs else None
 
 
-def draw(probs_BV: Tensor, noises: Sequence[Noise], purpose: int, positions: Sequence[int]) -> Tensor:
-    """One token of each request at its position."""
+def draw(probs_BV: Tensor, noises: Sequence[Noise], purpose: int, positions: Sequence[int], k: int = 0) -> Tensor:
+    """One token of each request (`Noise.exponentials`)."""
     size = probs_BV.shape[-1]
-    rows = [noise.exponentials(purpose, position, size) for noise, position in zip(noises, positions, strict=True)]
+    rows = [noise.exponentials(purpose, position, k, size) for noise, position in zip(noises, positions, strict=True)]
     return race(probs_BV, torch.from_numpy(np.stack(rows)).to(probs_BV.device))
 
 

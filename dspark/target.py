@@ -124,7 +124,7 @@ def load_head(folder: Path, dtype: torch.dtype) -> TargetHead:
 
 class KeyValueCache:
     """Keys and values [slots, P, G, H] of each layer, written at the positions of a step. A layer's are made when it first brings
-    some: heads may differ between layers. `max_length` leaves room for a step's padding behind the last token."""
+    some: heads may differ between layers."""
 
     is_compileable = False
 

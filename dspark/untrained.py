@@ -3,7 +3,7 @@
 Shapes: B requests, K drafted tokens, W draft vocabulary (here the target's), T tokens so far.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dspark.drafters.base import Choose, ContextRows, Proposal
 from dspark.step import Step
-from dspark.target import KeyValueCache, TargetModel
+from dspark.target import KeyValueCache, TargetModel, TargetStates
 
 
 @dataclass
@@ -61,7 +61,7 @@ class PromptLookup:
 
 class DraftModel:
     """A small model that drafts token by token. Both models must count the same token ids: ids beyond the smaller vocabulary are
-    never drafted."""
+    never drafted, and its context holds another one in their place."""
 
     def __init__(self, model: TargetModel, block_size: int, vocab_size: int) -> None:
         """vocab_size: the target's."""
@@ -72,12 +72,15 @@ class DraftModel:
         return KeyValueCache(num_slots, max_length)
 
     def extend_context(self, context: KeyValueCache, rows: ContextRows) -> None:
-        self._model.forward(rows.step, context)
+        self._forward(rows.step, context)
 
     def propose(self, context: KeyValueCache, anchor_tokens_B: Tensor, anchor_positions_B: Tensor, choose: Choose) -> Proposal:
         slots_B, tokens = torch.arange(len(anchor_tokens_B), device=anchor_tokens_B.device), [anchor_tokens_B]
         for k in range(self.block_size):
             step = Step(tokens[-1], anchor_positions_B + k, slots_B, torch.ones_like(slots_B))
-            logits_BW = self._model.logits(self._model.forward(step, context).final_SD)[:, : len(self.draft_ids_W)]
+            logits_BW = self._model.logits(self._forward(step, context).final_SD)[:, : len(self.draft_ids_W)]
             tokens.append(choose(k, logits_BW))
         return Proposal(torch.stack(tokens[1:], dim=1))
+
+    def _forward(self, step: Step, context: KeyValueCache) -> TargetStates:
+        return self._model.forward(replace(step, tokens_S=step.tokens_S.clamp_max(self._model.shape.vocab_size - 1)), context)

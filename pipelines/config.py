@@ -277,7 +277,11 @@ def _check(settings: Settings) -> None:
     for name, uri in (stage.evaluate.benchmarks or {}).items():
         path = f"stage.evaluate.benchmarks.{name}"
         require(
-            name != "test" and "/" not in name, path, uri, "`test` is the project's own split, and a name has no /", "give it another name"
+            name != "test" and not {*"/#"} & {*name},
+            path,
+            uri,
+            "`test` is the project's own split, and a name has no / or #",
+            "give it another name",
         )
         require(
             uri != HUB or name in ON_HUB, path, uri, f"only {', '.join(ON_HUB)} are known there", "name one of these, or give a JSONL file"

@@ -58,6 +58,7 @@ class Decoder:
         from dspark.training import DTYPES
 
         if precision not in self._loaded:
+            self._loaded.clear()  # one pair in memory at a time
             dtype = DTYPES[precision]
             head = load_head(self._folder, dtype)
             drafter = load_drafter(open_storage(self._settings.drafter_uri), Drafter.FOLDER, head, self._settings.weights, dtype)

@@ -68,7 +68,7 @@ def make_report(
     """Acceptance by setting, source and domain, pooled over rounds. What is set aside alike in several settings counts once."""
     groups: dict[tuple[str, str], dict[str, list[Round]]] = defaultdict(lambda: defaultdict(list))
     for r in rounds:
-        for domain in ("all", r.domain):
+        for domain in {"all", r.domain}:
             groups[r.setting, r.source][domain].append(r)
     settings: dict[str, Any] = {}
     for setting, source in sorted(groups, key=lambda group: (group[0], _place(group[1]))):

@@ -67,7 +67,14 @@ def policies(num_requests: int) -> dict[str, Verification]:
         "threshold_0.5": Verification("threshold_0.5", threshold(0.5, sps)),
         "scheduler": Verification("scheduler", partial(admit, sps=sps)),
         "scheduler_async": Verification("scheduler_async", partial(admit_async, sps=sps), lag_rounds=1),
+        "history": Verification("history", _by_history, lag_rounds=1),
     }
+
+
+def _by_history(stale_RK: np.ndarray, confidence_RK: np.ndarray) -> Admission:
+    """Two tokens where the last confidence of the round before was high: a draft that shared its noise would show."""
+    lengths_R = np.where(stale_RK[:, -1] > 0.5, 2, 0)
+    return Admission(lengths_R, 0.0, len(lengths_R) + int(lengths_R.sum()))
 
 
 # --- the toy --------------------------------------------------------------------------------------------------------------
@@ -232,7 +239,11 @@ def bench_target(trained: Trained, num_draws: int, batch_size: int) -> bool:
             found[pair] = found.get(pair, 0) + 1
         return found
 
-    plain, p_values = counts(None, others, Verification()), []
+    config_of_first = dataclasses.replace(config, max_new_tokens=1)
+    first = np.bincount([c.token_ids[0] for c in decode(target, None, others, config_of_first)], minlength=target.shape.vocab_size)
+    p_values = [fit(first, target.logits(target.states(list(prompt)).final_SD[-1]).double().softmax(-1).numpy())]
+    print(f"target    first token of {num_draws:,} texts against its probabilities: p {p_values[0]:.4f}", flush=True)
+    plain = counts(None, others, Verification())
     for name in ("verify_all", "scheduler"):
         drafted = counts(drafter, requests, policies(batch_size)[name])
         pairs = sorted({*plain, *drafted})

@@ -72,7 +72,7 @@ def trained_drafters(folders: Sequence[str] | None = None) -> list[Trained]:
     prompts, uri = _planned()
     if folders is None and uri is None:
         raise SystemExit('no trained drafter. Fix: make pipeline ARGS="until=train", or --drafter FOLDER')
-    return [Trained(folder, prompts) for folder in ([uri] if folders is None else folders) if folder]
+    return [Trained(folder, prompts) for folder in folders or [uri or ""]]
 
 
 def _planned() -> tuple[HeldOut, str | None]:

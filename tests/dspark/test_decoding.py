@@ -404,6 +404,17 @@ def test_request_without_prompt_tokens_is_refused_by_name(target, drafter):
         list(decode(target, drafter, [*REQUESTS, Request("nothing", ())], CONFIG))
 
 
+def test_a_request_that_is_there_twice_is_refused_by_name(target, drafter):
+    with pytest.raises(ValueError, match="request request-2: its id is there twice"):
+        list(decode(target, drafter, [*REQUESTS, REQUESTS[2]], CONFIG))
+
+
+def test_prompts_beyond_what_one_step_may_begin_wait_and_keep_their_texts(target, drafter, monkeypatch):
+    wanted = _texts(_run(target, drafter, _config()))
+    monkeypatch.setattr("dspark.decoding.PREFILL_TOKENS", 8)
+    assert _texts(_run(target, drafter, _config())) == wanted
+
+
 def test_drafter_in_another_precision_than_its_target_decodes_the_same_greedy_text(tiny_target, target, drafter):
     config = _config(temperature=0.0, max_new_tokens=12)
     wanted = _texts(_run(target, None, config))

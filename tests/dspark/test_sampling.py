@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from dspark.sampling import DRAFT, VERIFY, Noise, distribution, race, residual, verify
+from dspark.sampling import DRAFT, VERIFY, Noise, distribution, draw, race, residual, verify
 from tests import oracles
 
 
@@ -181,20 +181,27 @@ def test_verification_with_a_wider_target_than_drafter_precision_runs():
 
 def test_races_follow_unnormalised_weights_and_never_take_a_zero():
     weights = _tensor([3.0, 0.0, 1.0, 6.0])
-    noise = torch.from_numpy(np.stack([Noise(1, "a").exponentials(VERIFY, i, 4) for i in range(30_000)]))
+    noise = torch.from_numpy(np.stack([Noise(1, "a").exponentials(VERIFY, i, 0, 4) for i in range(30_000)]))
     assert oracles.fit(np.bincount(race(weights.expand(30_000, -1), noise), minlength=4), weights.numpy() / 10) > 1e-3
 
 
 def test_noise_depends_on_seed_request_purpose_and_position_alone():
     first = Noise(1, "a")
-    first.uniforms(0, 3), first.exponentials(DRAFT, 5, 8)  # what was asked before does not matter
+    first.uniforms(0, 3), first.exponentials(DRAFT, 5, 0, 8)  # what was asked before does not matter
     again = Noise(1, "a")
-    assert np.array_equal(first.exponentials(VERIFY, 9, 8), again.exponentials(VERIFY, 9, 8))
+    assert np.array_equal(first.exponentials(VERIFY, 9, 0, 8), again.exponentials(VERIFY, 9, 0, 8))
     assert first.uniforms(60, 10) == [*again.uniforms(60, 2), *again.uniforms(62, 8)]
     others = [Noise(2, "a"), Noise(1, "b")]
-    drawn = [tuple(n.exponentials(p, q, 8)) for n in (first, *others) for p in (DRAFT, VERIFY) for q in (8, 9)]
+    drawn = [tuple(n.exponentials(p, q, k, 8)) for n in (first, *others) for p in (DRAFT, VERIFY) for q in (8, 9) for k in (0, 1)]
     assert len(set(drawn)) == len(drawn)
     assert len({n.uniforms(9, 1)[0] for n in (first, *others)}) == 3
+
+
+def test_races_over_a_large_vocabulary_never_take_what_all_but_cannot_be():
+    """Random numbers of fp32's 23 bits are 0 so often that one in 200 of these would come from the tail."""
+    probs, noise = torch.full((1, 49_152), 1e-9 / 49_140), Noise(3, "tail")
+    probs[0, :12] = 1.0 / 12
+    assert max(int(draw(probs, [noise], VERIFY, [position])) for position in range(3000)) < 12
 
 
 def test_top_k_and_top_p_keep_the_highest_and_renormalise():
