@@ -255,7 +255,7 @@ def _second_half(
     stage, block_size = settings.stage, settings.drafter.block_size
     trace = Step(
         "trace",
-        1,
+        2,
         "pipelines.stages.trace:run",
         TraceConfig(stage.trace, identity, settings.target.max_length_tokens),
         {"prompts": prompts, "drafter": train},
@@ -275,7 +275,7 @@ def _second_half(
     )
     profile_sps = Step(
         "profile_sps",
-        1,
+        2,
         "pipelines.stages.profile_sps:run",
         ProfileSpsConfig(stage.profile_sps, identity, stacks.probe(engines.num_cpus, engines.num_gpus)),
         {"drafter": train},

@@ -227,7 +227,7 @@ def two_samples(plain: np.ndarray, drafted: np.ndarray) -> tuple[float, int]:
 
 def bench_target(trained: Trained, num_draws: int, batch_size: int) -> bool:
     target, drafter = trained.load(torch.float32)
-    prompt = trained.held_out.requests(1)[0].prompt_ids
+    prompt = min((request.prompt_ids for request in trained.held_out.requests(100)), key=len)
     requests = [Request(str(i), prompt) for i in range(num_draws)]
     others = [Request(f"other {i}", prompt) for i in range(num_draws)]
     config = DecodingConfig(Sampling("probabilistic", 1.0), 3, trained.held_out.stop_ids, batch_size, 0)
@@ -295,7 +295,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="make bench-lossless", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; default: all")
     parser.add_argument("--draws", type=int, default=50_000, help="of each combination of the toy")
-    parser.add_argument("--target-draws", type=int, default=3000)
+    parser.add_argument("--target-draws", type=int, default=1000)
     parser.add_argument("--prompts", type=int, default=100, help="of identity")
     parser.add_argument("--sampled", type=int, default=50, help="prompts of identity at temperature 1")
     parser.add_argument("--drafter", action="append", help="folder of the train step; default: that of `make pipeline`")
