@@ -41,7 +41,11 @@ class Round:
     @property
     def setting(self) -> str:
         """How it was decoded, in one word: t0-greedy, t0-greedy-no_markov."""
-        return f"t{self.temperature:g}-{self.draft_mode}" + (f"-{self.variant}" if self.variant else "")
+        return setting_name(self.temperature, self.draft_mode, self.variant)
+
+
+def setting_name(temperature: float, draft_mode: str, variant: str) -> str:
+    return f"t{temperature:g}-{draft_mode}" + (f"-{variant}" if variant else "")
 
 
 _COLUMN_TYPES = {str: pa.string(), int: pa.int32(), float: pa.float64(), bool: pa.bool_()}

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from dspark.rounds import from_parquet
+from dspark.rounds import from_parquet, setting_name
 from dspark.storage import Storage
 from pipelines.artifacts import EvalReport, PromptSet
 from pipelines.backends.object_store import open_storage
@@ -68,7 +68,7 @@ def run(config: EvaluateConfig, inputs: Mapping[str, Artifact], out: Storage, wo
         set_aside += bad
     size = stage.batch_size * CHUNK_BATCHES
     units = [
-        Unit(f"rounds-{setting_name(setting)}-{i // size:04d}", setting, tuple(prompts[i : i + size]))
+        Unit(f"rounds-{_setting_name(setting)}-{i // size:04d}", setting, tuple(prompts[i : i + size]))
         for setting in stage.settings
         for i in range(0, len(prompts), size)
     ] + ([Unit("lossless", None, lossless)] if lossless else [])
@@ -140,8 +140,8 @@ def hub_rows(rows: Iterable[Mapping[str, Any]], hub: HubBenchmark, domain: str) 
         yield number, parse_row(json.dumps({"turns": turns}), domain)
 
 
-def setting_name(setting: DecodingSetting) -> str:
-    return f"t{setting.temperature:g}-{setting.draft_mode}" + (f"-{setting.ablation}" if setting.ablation else "")
+def _setting_name(setting: DecodingSetting) -> str:
+    return setting_name(setting.temperature, setting.draft_mode, setting.ablation or "")
 
 
 def _name(prompt: Prompt) -> str:
@@ -175,7 +175,7 @@ class Evaluator:
         set_aside: list[SetAside] = []
         live: list[Conversation] = [(prompt, []) for prompt in prompts]
         while live:
-            requests, late = self._requests(live, setting_name(setting))
+            requests, late = self._requests(live, _setting_name(setting))
             found = {c.request.id: c for c in self._decoder.decode(list(requests.values()), setting, self._settings.precision)}
             completions += found.values()
             set_aside += late
