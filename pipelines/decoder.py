@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipelines.artifacts import Drafter
 from pipelines.backends.object_store import open_storage
+from pipelines.evaluation import request_id
 from pipelines.settings import DecodingSetting, EvaluateStage, TraceStage
 from pipelines.targets import local_folder
 
@@ -66,18 +67,29 @@ class Decoder:
             self._loaded = {precision: (target, drafter.to(self.device))}
         return self._loaded[precision]
 
-    def requests(self, prompts: Sequence[dict[str, Any]]) -> "tuple[list[Request], list[dict[str, str]]]":
-        """First turns as requests, and what is too long with its reason. A prompt's `source` becomes part of its id."""
+    def request(self, prompt: dict[str, Any], responses: Sequence[str]) -> "tuple[Request, str | None]":
+        """The prompt's next turn after these responses, and in what it is too long."""
         from dspark.chat import messages
         from dspark.decoding import Request
 
+        limits, turn = self._settings, len(responses) + 1
+        ids = self.tokenizer.prompt_ids(messages(prompt["system"], prompt["turns"][:turn], responses))
+        found = Request(request_id(prompt["source"], prompt["id"], turn), tuple(ids), prompt["domain"], prompt["source"])
+        if len(ids) + limits.max_new_tokens <= limits.max_length_tokens:
+            return found, None
+        return found, (
+            f"{len(ids)} tokens, with {limits.max_new_tokens} new ones above target.max_length_tokens {limits.max_length_tokens}"
+        )
+
+    def requests(self, prompts: Sequence[dict[str, Any]]) -> "tuple[list[Request], list[dict[str, str]]]":
+        """First turns as requests, and what is too long with its reason."""
         requests, skipped = [], []
         for prompt in prompts:
-            ids = self.tokenizer.prompt_ids(messages(prompt["system"], prompt["turns"][:1], []))
-            if len(ids) + self._settings.max_new_tokens > self._settings.max_length_tokens:
-                skipped.append({"id": prompt["id"], "source": prompt["source"], "reason": f"prompt too long ({len(ids)} tokens)"})
+            request, too_long = self.request(prompt, [])
+            if too_long is None:
+                requests.append(request)
             else:
-                requests.append(Request(f"{prompt['source']}/{prompt['id']}", tuple(ids), prompt["domain"], prompt["source"]))
+                skipped.append({"id": prompt["id"], "source": prompt["source"], "reason": f"prompt too long ({too_long})"})
         return requests, skipped
 
     def config(self, setting: DecodingSetting) -> "DecodingConfig":

@@ -188,22 +188,15 @@ class Evaluator:
 
     def _requests(self, live: "Sequence[Conversation]", setting: str) -> "tuple[dict[str, Request], list[SetAside]]":
         """The next turn of each conversation, by the name of its prompt, and those without room for an answer."""
-        from dspark.chat import messages
-        from dspark.decoding import Request
-
-        limits = self._settings.decoder
         requests, set_aside = {}, []
         for prompt, responses in live:
-            id, source, turn = prompt["id"], prompt["source"], len(responses) + 1
-            ids = self._decoder.tokenizer.prompt_ids(messages(prompt["system"], prompt["turns"][:turn], responses))
-            if len(ids) + limits.max_new_tokens > limits.max_length_tokens:
-                detail = (
-                    f"{len(ids)} tokens, with {limits.max_new_tokens} new ones above target.max_length_tokens {limits.max_length_tokens}"
-                )
-                of_setting = setting if turn > 1 else ""
-                set_aside.append(SetAside(source, prompt["row"], id, turn, of_setting, "prompt too long", detail))
+            request, too_long = self._decoder.request(prompt, responses)
+            if too_long is None:
+                requests[_name(prompt)] = request
             else:
-                requests[_name(prompt)] = Request(request_id(source, id, turn), tuple(ids), prompt["domain"], source)
+                turn = len(responses) + 1
+                of_setting = setting if turn > 1 else ""
+                set_aside.append(SetAside(prompt["source"], prompt["row"], prompt["id"], turn, of_setting, "prompt too long", too_long))
         return requests, set_aside
 
     def _check_lossless(self, requests: list[Any]) -> tuple[dict[str, Any], int]:

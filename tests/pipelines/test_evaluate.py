@@ -15,6 +15,7 @@ from pipelines.artifacts import Drafter, PromptSet
 from pipelines.benchmarks import DOMAINS, ON_HUB, PAPER_SUBSET_SEED
 from pipelines.config import compose
 from pipelines.dag import Outcome
+from pipelines.decoder import Decoder, DecoderSettings
 from pipelines.evaluation import SetAside, Views, figures, headline, make_report, request_id
 from pipelines.runner import LocalWork
 from pipelines.settings import DecodingSetting
@@ -48,10 +49,11 @@ class Answer:
 class FakeDecoder:
     """Answers every request with as many tokens as it has turns. `is_dying` ends it in place of its third call."""
 
-    settings: Any
+    _settings: Any
     decoded: list[str] = field(default_factory=list)
     is_dying: bool = False
     num_calls: int = 0
+    request = Decoder.request
 
     @property
     def tokenizer(self) -> Any:
@@ -94,7 +96,7 @@ class Bench:
         config = replace(
             step.config, evaluate=replace(settings.stage.evaluate, **stage), max_length_tokens=MAX_LENGTH, benchmarks=benchmarks
         )
-        self.decoder = FakeDecoder(None, is_dying=is_dying)
+        self.decoder = FakeDecoder(DecoderSettings("", "", "", MAX_LENGTH, NUM_NEW_TOKENS, 1, 0), is_dying=is_dying)
         self.monkeypatch.setattr(evaluate, "Decoder", lambda settings: self.decoder)
         self.monkeypatch.setattr(evaluate, "figures", lambda report: {"x.png": b"png"} if report["settings"] else {})  # takes seconds
         inputs = {"prompts": PromptSet(str(self.root / "prompts"), {}), "drafter": Drafter(str(self.root / "train"), {})}
