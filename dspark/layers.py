@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dspark.config import LinearScaling, Llama3Scaling, ProportionalScaling, Rope, TargetShape, YarnScaling
 
 TILE_ROWS = 2048  # rows of a weight that are converted at once
+FEW_ROWS = 64
 
 
 def fast_dtype() -> torch.dtype:
@@ -47,6 +48,25 @@ def project_back(y: Tensor, weight_VD: Tensor) -> Tensor:
     for start in range(0, len(weight_VD), TILE_ROWS):
         out.addmm_(y[:, start : start + TILE_ROWS], weight_VD[start : start + TILE_ROWS].to(y.dtype))
     return out
+
+
+def product(x: Tensor, weight_ED: Tensor) -> Tensor:
+    """x [..., D] times the transpose of a weight: [..., E]. Few rows become columns, and a single one a vector: so oneDNN's bf16 takes
+    a tenth to a half less time."""
+    rows_MD = x.reshape(-1, x.shape[-1])
+    if len(rows_MD) > FEW_ROWS:
+        return nn.functional.linear(x, weight_ED)
+    return (weight_ED @ rows_MD.T.squeeze(1)).view(len(weight_ED), -1).T.reshape(*x.shape[:-1], len(weight_ED))
+
+
+class Linear(nn.Linear):
+    """Without a bias; quick with few rows, as decoding has them."""
+
+    def __init__(self, in_width: int, out_width: int) -> None:
+        super().__init__(in_width, out_width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return product(x, self.weight)
 
 
 def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
@@ -161,10 +181,10 @@ class BlockAttention(nn.Module):
     def __init__(self, shape: TargetShape, input_width: int) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_width = shape.num_heads, shape.num_kv_heads, shape.head_width
-        self.q_proj = nn.Linear(input_width, shape.num_heads * shape.head_width, bias=False)
-        self.k_proj = nn.Linear(input_width, shape.num_kv_heads * shape.head_width, bias=False)
-        self.v_proj = nn.Linear(input_width, shape.num_kv_heads * shape.head_width, bias=False)
-        self.o_proj = nn.Linear(shape.num_heads * shape.head_width, shape.width, bias=False)
+        self.q_proj = Linear(input_width, shape.num_heads * shape.head_width)
+        self.k_proj = Linear(input_width, shape.num_kv_heads * shape.head_width)
+        self.v_proj = Linear(input_width, shape.num_kv_heads * shape.head_width)
+        self.o_proj = Linear(shape.num_heads * shape.head_width, shape.width)
         self.q_norm = RMSNorm(shape.head_width, shape.norm_epsilon)
         self.k_norm = RMSNorm(shape.head_width, shape.norm_epsilon)
 
@@ -187,9 +207,9 @@ class MLP(nn.Module):
 
     def __init__(self, width: int, mlp_width: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(width, mlp_width, bias=False)
-        self.up_proj = nn.Linear(width, mlp_width, bias=False)
-        self.down_proj = nn.Linear(mlp_width, width, bias=False)
+        self.gate_proj = Linear(width, mlp_width)
+        self.up_proj = Linear(width, mlp_width)
+        self.down_proj = Linear(mlp_width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))

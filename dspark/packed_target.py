@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dspark.layers import Rotation
+from dspark.layers import Rotation, product
 from dspark.step import Step
 from dspark.target import KeyValueCache, TargetModel, TargetStates, TransformersTarget, read_shape, shaped_logits
 
@@ -83,7 +83,7 @@ class PackedTarget(TargetModel):
         for index, layer in enumerate(self._layers):
             query_SNH, keys_SGH, values_SGH = self._heads(layer, self._normalise(x_SD, layer.attention_norm_D), rotation)
             mixed_SE = _attend(query_SNH, *cache.write(index, keys_SGH, values_SGH), bias_R1AP, step)
-            x_SD = x_SD + functional.linear(mixed_SE, layer.out_DE)
+            x_SD = x_SD + product(mixed_SE, layer.out_DE)
             x_SD = x_SD + _mlp(layer, self._normalise(x_SD, layer.mlp_norm_D))
             if index in self.tapped_layers:
                 tapped[index] = x_SD
@@ -92,7 +92,7 @@ class PackedTarget(TargetModel):
 
     @torch.no_grad()
     def logits(self, final: Tensor) -> Tensor:
-        return shaped_logits(functional.linear(final, self._head_VD), self.shape)
+        return shaped_logits(product(final, self._head_VD), self.shape)
 
     def _bias(self, is_visible_R1TP: Tensor) -> Tensor:
         """What attention adds to its scores: the mask, once for each of the M rows into which a token's query heads fold."""
@@ -106,7 +106,10 @@ class PackedTarget(TargetModel):
     def _heads(self, layer: _Layer, x_SD: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [S, heads, H]."""
         num_heads, num_kv_heads = self.shape.num_heads, self.shape.num_kv_heads
-        heads = functional.linear(x_SD, layer.qkv_CD, layer.qkv_bias_C).view(len(x_SD), -1, self.shape.head_width)
+        qkv_SC = product(x_SD, layer.qkv_CD)
+        if layer.qkv_bias_C is not None:
+            qkv_SC = qkv_SC + layer.qkv_bias_C
+        heads = qkv_SC.reshape(len(x_SD), -1, self.shape.head_width)
         turned, values_SGH = heads.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
         if layer.head_norm_NH is not None:
             turned = self._normalise(turned, layer.head_norm_NH)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dspark.config import DrafterConfig, TargetShape
-from dspark.layers import soft_capped
+from dspark.layers import product, soft_capped
 from dspark.step import Step
 
 INIT_STD = 0.02
@@ -132,11 +132,11 @@ class DraftHead:
 
     def logits(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
         """[..., D] and [..., R] -> [..., W], at least fp32."""
-        logits = nn.functional.linear(hidden, self.weight_WD)
+        logits = product(hidden, self.weight_WD)
         logits = soft_capped(logits if logits.dtype == torch.float64 else logits.float(), self.soft_cap)
         if bias is None or self.bias_weight_WR is None:
             return logits
-        return logits + nn.functional.linear(bias, self.bias_weight_WR)
+        return logits + product(bias, self.bias_weight_WR)
 
     def index(self, token_ids: Tensor) -> Tensor:
         """Target ids as indices of the draft vocabulary, -1 where they are outside or below 0."""

@@ -28,7 +28,7 @@ from dspark.drafters.base import (
     TrainingBatch,
 )
 from dspark.drafters.heads import ConfidenceHead, MarkovHead
-from dspark.layers import DrafterLayer, RMSNorm, Rotation
+from dspark.layers import DrafterLayer, Linear, RMSNorm, Rotation, product
 
 
 class DFlash(Drafter):
@@ -40,7 +40,7 @@ class DFlash(Drafter):
     confidence_head: ConfidenceHead | None
 
     def make_parameters(self, shape: TargetShape, tables: FrozenTables) -> None:
-        self.fc = nn.Linear(len(self.tapped_layers) * shape.width, shape.width, bias=False)
+        self.fc = Linear(len(self.tapped_layers) * shape.width, shape.width)
         self.hidden_norm = RMSNorm(shape.width, shape.norm_epsilon)
         self.layers = nn.ModuleList(DrafterLayer(shape) for _ in range(self.config.num_layers))
         self.norm = RMSNorm(shape.width, shape.norm_epsilon)
@@ -88,7 +88,7 @@ class DFlash(Drafter):
             if self.markov_head is not None:
                 step = self.markov_head.step(previous_B, hidden_BKD[:, k], step.state if step else None)
                 embedded.append(step.embedded)
-                logits_BW = logits_BW if head.bias_weight_WR is None else logits_BW + nn.functional.linear(step.bias, head.bias_weight_WR)
+                logits_BW = logits_BW if head.bias_weight_WR is None else logits_BW + product(step.bias, head.bias_weight_WR)
             previous_B = self.draft_ids_W[choose(k, logits_BW)]
             tokens.append(previous_B)
         confidence_BK = self._confidence(hidden_BKD, torch.stack(embedded, dim=1) if embedded else None)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dspark.config import Eagle3Config, TargetShape
 from dspark.drafters.base import FrozenTables
 from dspark.drafters.recurrent import Recurrent, RecurrentLayer
-from dspark.layers import RMSNorm
+from dspark.layers import Linear, RMSNorm
 
 
 class Eagle3Layer(RecurrentLayer):
@@ -27,7 +27,7 @@ class Eagle3(Recurrent):
 
     def make_parameters(self, shape: TargetShape, tables: FrozenTables) -> None:
         super().make_parameters(shape, tables)
-        self.fc = nn.Linear(len(self.tapped_layers) * shape.width, shape.width, bias=False)
+        self.fc = Linear(len(self.tapped_layers) * shape.width, shape.width)
         self.layers = nn.ModuleList([Eagle3Layer(shape)])
 
     @property

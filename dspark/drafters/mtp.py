@@ -6,12 +6,12 @@ at position 0 is zero. Shapes: see drafters/base.py.
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dspark.config import MtpConfig, TargetShape
 from dspark.drafters.base import FrozenTables
 from dspark.drafters.recurrent import Recurrent, RecurrentLayer
-from dspark.layers import RMSNorm, rms_norm
+from dspark.layers import Linear, RMSNorm, rms_norm
 
 
 class Mtp(Recurrent):
@@ -24,7 +24,7 @@ class Mtp(Recurrent):
         self.register_buffer("target_norm_D", tables.norm_D, persistent=False)
         self.enorm = RMSNorm(shape.width, shape.norm_epsilon)
         self.hnorm = RMSNorm(shape.width, shape.norm_epsilon)
-        self.eh_proj = nn.Linear(2 * shape.width, shape.width, bias=False)
+        self.eh_proj = Linear(2 * shape.width, shape.width)
         self.input_layernorm = RMSNorm(shape.width, shape.norm_epsilon)
         self.mtp_block = RecurrentLayer(shape, shape.width)
 
