@@ -90,6 +90,7 @@ class TrainingConfig:
     row_uses: int  # a window is gone through so often before the next one
     select_every_steps: int
     checkpoint_every_steps: int
+    refit_confidence: bool  # after training, on the select rows (dspark/refit.py); without a confidence head nothing
     loss: LossConfig
 
 

@@ -12,7 +12,7 @@ import json
 import math
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -358,14 +358,27 @@ def _select(engine: TrainEngine, data: TrainingData, config: TrainingConfig, mic
     nothing = Denominators(totals[0], totals[0])
     size = micro_size * engine.world_size  # a rank's memory is sized for micro-batches
     for start in range(0, data.num_select, size):
-        draws = [RowDraw(n, n, (SELECT_SEED, n)) for n in range(start, min(start + size, data.num_select))]
+        draws = _select_draws(data, start, size)
         mine = draws[engine.rank :: engine.world_size] or draws[:1]
-        rows = [(row, draw.anchor_seed) for row, draw in zip(data.select.read(mine), mine, strict=True)]
-        batch = build_batch(rows, config.num_anchors, data.block_size).to(engine.device, dtype)
-        _, sums = engine.forward(batch, nothing)
+        _, sums = engine.forward(_select_batch(data, config, mine).to(engine.device, dtype), nothing)
         if draws[engine.rank :: engine.world_size]:
             totals += sums
     return _acceptance(engine.all_sum(totals)[4:], data.block_size, "select")
+
+
+def select_batches(data: TrainingData, config: TrainingConfig, num_sequences: int) -> Iterator[TrainingBatch]:
+    """All select rows with their fixed anchors, so many sequences at once."""
+    for start in range(0, data.num_select, num_sequences):
+        yield _select_batch(data, config, _select_draws(data, start, num_sequences))
+
+
+def _select_draws(data: TrainingData, start: int, num_sequences: int) -> list[RowDraw]:
+    return [RowDraw(n, n, (SELECT_SEED, n)) for n in range(start, min(start + num_sequences, data.num_select))]
+
+
+def _select_batch(data: TrainingData, config: TrainingConfig, draws: Sequence[RowDraw]) -> TrainingBatch:
+    rows = [(row, draw.anchor_seed) for row, draw in zip(data.select.read(draws), draws, strict=True)]
+    return build_batch(rows, config.num_anchors, data.block_size)
 
 
 class _Checkpoints:

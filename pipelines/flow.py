@@ -210,7 +210,7 @@ def build(settings: Settings) -> list[Step]:
     )
     train = Step(
         "train",
-        2,
+        3,
         "pipelines.stages.train:run",
         TrainConfig(stage.train, identity, target.tapped_layers, target.width, target.mask_token_id, settings.drafter),
         {"corpus": regenerate, "cache": cache_targets},

@@ -88,7 +88,10 @@ class ConfidenceHead(nn.Module):
         super().__init__()
         self.proj = nn.Linear(width + rank, 1)
 
-    def forward(self, hidden: Tensor, embedded: Tensor | None) -> Tensor:
+    def features(self, hidden: Tensor, embedded: Tensor | None) -> Tensor:
         features = hidden if embedded is None else torch.cat([hidden, embedded], dim=-1)
-        wide = features if features.dtype == torch.float64 else features.float()
+        return features if features.dtype == torch.float64 else features.float()
+
+    def forward(self, hidden: Tensor, embedded: Tensor | None) -> Tensor:
+        wide = self.features(hidden, embedded)
         return nn.functional.linear(wide, self.proj.weight.to(wide.dtype), self.proj.bias.to(wide.dtype))[..., 0]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dspark.cache import CacheReader
+from dspark.config import DSparkConfig
 from dspark.storage import Storage
 from pipelines import artifacts, stream
 from pipelines.backends.object_store import open_storage
@@ -27,6 +28,7 @@ from pipelines.stages.regenerate import read_shard
 from pipelines.targets import local_folder
 
 if TYPE_CHECKING:
+    from dspark.drafters.base import Drafter
     from dspark.training import EngineFactory, TrainingData
 
 VOCABULARY, CURVES, FIGURE = "vocabulary.json", "curves.jsonl", "curves.png"
@@ -117,10 +119,34 @@ def train_worker(settings: Settings, make_engine: "EngineFactory", report: Repor
     state = train(drafter, data, config.train, make_engine, memory, out, on_step)
     best = {"best_step": float(state.best_step), "select_accepted_length": state.best_accepted_length}
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        if config.train.refit_confidence and isinstance(config.drafter, DSparkConfig):
+            best |= _refit_confidence(drafter, state.best_weights, data, settings)
         save_drafter(out, artifacts.Drafter.FOLDER, drafter, state.best_weights, config.target.weights, best)
         out.put(CURVES, "".join(json.dumps(point) + "\n" for point in state.curves).encode())
     num_parameters = sum(parameter.numel() for parameter in state.best_weights.values())
     return {**best, "final_loss": state.curves[-1]["loss"], "num_parameters": float(num_parameters)}
+
+
+def _refit_confidence(drafter: "Drafter", weights: dict[str, Any], data: "TrainingData", settings: Settings) -> dict[str, float]:
+    """Puts another confidence head into the weights; the drafter itself may be sharded, so a new one is built."""
+    import torch
+
+    from dspark.drafters import build_drafter
+    from dspark.drafters.dspark import DSpark
+    from dspark.refit import refit_confidence
+    from dspark.target import load_head
+    from dspark.training import DTYPES, select_batches
+
+    train, device = settings.config.train, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = DTYPES[train.precision]
+    tables = load_head(local_folder(settings.target_uri), dtype).tables
+    whole = build_drafter(drafter.config, drafter.shape, drafter.tapped_layers, drafter.mask_token_id, tables, drafter.draft_ids_W.cpu())
+    assert isinstance(whole, DSpark)
+    whole.to(device, dtype).load_state_dict(weights)
+    batches = select_batches(data, train, settings.resources.micro_batch_sequences)
+    found = refit_confidence(whole, (batch.to(device, dtype) for batch in batches))
+    weights |= {name: tensor for name, tensor in whole.state_dict().items() if name.startswith("confidence_head.")}
+    return {"confidence_bce_before_refit": found.bce_before, "confidence_bce_after_refit": found.bce_after}
 
 
 def stored_data(settings: Settings) -> "TrainingData":

@@ -72,7 +72,7 @@ CONFIGS |= {"sliding": DSparkConfig("dspark", 2, BLOCK, None, "markov", 5, True,
 CONFIGS |= {"eagle3": Eagle3Config("eagle3", BLOCK, None), "mtp": MtpConfig("mtp", 1, None)}
 TRAINING = TrainingConfig(
     lr=3e-3, muon_lr=None, num_steps=20, warmup_fraction=0.2, weight_decay=0.0, clip_norm=1.0, batch_sequences=4, num_anchors=6, precision="fp64", seed=7,
-    window_shards=2, row_uses=1, select_every_steps=5, checkpoint_every_steps=10, loss=LossConfig(alpha_ce=0.1, alpha_soft_ce=0.0, alpha_tv=0.9, alpha_confidence=1.0, position_decay=4.0),
+    window_shards=2, row_uses=1, select_every_steps=5, checkpoint_every_steps=10, refit_confidence=False, loss=LossConfig(alpha_ce=0.1, alpha_soft_ce=0.0, alpha_tv=0.9, alpha_confidence=1.0, position_decay=4.0),
 )  # fmt: skip
 
 
