@@ -257,6 +257,7 @@ def _check(settings: Settings) -> None:
         ("stage.trace.batch_size", stage.trace.batch_size, 1),
         ("stage.trace.setting.temperature", stage.trace.setting.temperature, 0),
         ("stage.calibrate.num_bins", stage.calibrate.num_bins, 1),
+        ("stage.calibrate.num_folds", stage.calibrate.num_folds, 2),
         ("stage.calibrate.num_resamples", stage.calibrate.num_resamples, 1),
         ("stage.profile_sps.num_repeats", stage.profile_sps.num_repeats, 1),
         ("stage.profile_sps.context_tokens", stage.profile_sps.context_tokens, 1),

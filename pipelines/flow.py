@@ -265,7 +265,7 @@ def _second_half(
     )
     calibrate = Step(
         "calibrate",
-        1,
+        2,
         "pipelines.stages.calibrate:run",
         CalibrateConfig(stage.calibrate, block_size),
         {"rounds": trace},

@@ -177,7 +177,8 @@ class TraceStage:
 @dataclass(frozen=True)
 class CalibrateStage:
     num_bins: int
-    min_rounds: int  # of the calibrate split, at every position
+    min_rounds: int  # of the calibrate split; a position with fewer keeps its raw confidences
+    num_folds: int  # of prompts, for the cross-fitted table
     num_resamples: int  # of prompts, for the intervals
 
 
