@@ -35,7 +35,6 @@ from dspark.metrics import (
     Floats,
     ReliabilityBin,
     auroc,
-    bin_index,
     brier,
     ece,
     ece_floor,
@@ -225,12 +224,15 @@ def nearest_to_one_first(grid: Sequence[float]) -> list[float]:
 
 def _ece_of_each(temperatures: Sequence[float], prefix_N: Floats, logit_N: Floats, outcome_N: Floats, num_bins: int) -> Floats:
     """ECE [G] of prefix * sigmoid(logit / T) for each temperature T; 0 without rounds."""
-    gap_GB = np.zeros((len(temperatures), num_bins))
+    gap_GB = np.zeros((len(temperatures), num_bins + 1))  # `ece` without its checks; a survival of 1 is in the bin beyond the last
     for start in range(0, len(logit_N), BLOCK_ROUNDS):
         prefix, logit, outcome = (x[start : start + BLOCK_ROUNDS] for x in (prefix_N, logit_N, outcome_N))
         for gap_B, temperature in zip(gap_GB, temperatures, strict=True):
-            candidate = prefix * sigmoid(logit / temperature)
-            gap_B += np.bincount(bin_index(candidate, num_bins), candidate - outcome, minlength=num_bins)
+            with np.errstate(over="ignore"):
+                candidate = prefix / (1.0 + np.exp(logit / -temperature))
+            gap_B += np.bincount((candidate * num_bins).astype(np.intp), candidate - outcome, minlength=num_bins + 1)
+    gap_GB[:, num_bins - 1] += gap_GB[:, num_bins]
+    gap_GB = gap_GB[:, :num_bins]
     return np.abs(gap_GB).sum(1) / max(len(logit_N), 1)
 
 

@@ -31,7 +31,8 @@ DEFINITIONS = {
     "methods": "raw: the head as it is; global: one temperature; platt: slope and intercept a position; isotonic: a rising function a "
     "position; sts: a temperature a position, fitted in turn on the survival",
     "test": "fitted on the rounds of the calibrate split, measured on those of the test split: no prompt in common",
-    "cross_fitted": "calibrate and test prompts dealt into num_folds folds, each fold measured with fits on the others",
+    "cross_fitted": "calibrate and test prompts dealt into num_folds folds, each fold measured with fits on the others. Its AUROC ranks the folds "
+    "together, which lowers it where their fits are unlike",
     "ece": "expected calibration error over num_bins bins of equal width, a fraction",
     "ece_mass": "the same over bins of equally many rounds",
     "ece_floor": "the ece to be expected of these predictions if they were true, rounds taken as independent: what this number of rounds resolves",

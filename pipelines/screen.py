@@ -203,12 +203,12 @@ class RichScreen:
                 sts = methods["sts"]["positions"][k]
                 survived = f"{sts['num_survivors'] / sts['num_rounds']:.3f}" if sts["num_rounds"] else "-"
                 cells = [_percent(method["positions"][k]["ece"], has_interval=False) for method in methods.values()]
-                floor = "-" if sts["ece_floor"] is None else f"{100 * sts['ece_floor']:.1f}"
+                floor = "-" if sts["ece_floor"] is None else f"{100 * sts['ece_floor']:.2f}"
                 moved = _percent(change["position_K"][k])
                 table.add_row(f"position {k + 1}", f"{temperature:.2f}", f"{sts['num_rounds']:,}", survived, *cells, floor, moved)
             floor = methods["sts"]["mean"]["ece_floor"]
             means = [_percent(method["mean"]["ece"]) for method in methods.values()]
-            table.add_row("mean", "", "", "", *means, "-" if floor is None else f"{100 * floor:.1f}", _percent(change["mean"]))
+            table.add_row("mean", "", "", "", *means, "-" if floor is None else f"{100 * floor:.2f}", _percent(change["mean"]))
             self._line("")
             self._console.print(table)
             self._line(
@@ -283,8 +283,8 @@ def _percent(estimate: Mapping[str, float | None], has_interval: bool = True) ->
     value, low, high = (estimate[key] for key in ("estimate", "low", "high"))
     if value is None:
         return "-"
-    interval = f" [{100 * low:.1f}, {100 * high:.1f}]" if has_interval and low is not None and high is not None else ""
-    return f"{100 * value:.1f}{interval}"
+    interval = f" [{100 * low:.2f}, {100 * high:.2f}]" if has_interval and low is not None and high is not None else ""
+    return f"{100 * value:.2f}{interval}"
 
 
 def _pace(progress: Progress, samples: deque[tuple[float, int]]) -> str:
