@@ -56,7 +56,7 @@ class EvalReport(Artifact):
 
 @dataclass(frozen=True)
 class Rounds(Artifact):
-    """Decoding rounds on held-out prompts, and a block at every position of the test texts: Parquet files with receipts."""
+    """Decoding rounds on held-out prompts by setting, and a block at every position of the test texts: Parquet files with receipts."""
 
     noun: ClassVar[str] = "Rounds"
 

@@ -26,6 +26,7 @@ from pipelines.settings import (
     STEPS,
     CacheTargetsStage,
     CalibrateStage,
+    DecodingSetting,
     EvaluateStage,
     FileData,
     HubData,
@@ -123,8 +124,11 @@ class TraceConfig:
 
 @dataclass(frozen=True)
 class CalibrateConfig:
+    """`settings` of the trace, the served one first."""
+
     calibrate: CalibrateStage
     block_size: int
+    settings: tuple[DecodingSetting, ...]
 
 
 @dataclass(frozen=True)
@@ -255,7 +259,7 @@ def _second_half(
     stage, block_size = settings.stage, settings.drafter.block_size
     trace = Step(
         "trace",
-        2,
+        3,
         "pipelines.stages.trace:run",
         TraceConfig(stage.trace, identity, settings.target.max_length_tokens),
         {"prompts": prompts, "drafter": train},
@@ -267,7 +271,7 @@ def _second_half(
         "calibrate",
         2,
         "pipelines.stages.calibrate:run",
-        CalibrateConfig(stage.calibrate, block_size),
+        CalibrateConfig(stage.calibrate, block_size, stage.trace.settings),
         {"rounds": trace},
         artifacts.Calibration,
         label,

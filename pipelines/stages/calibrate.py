@@ -2,7 +2,7 @@
 
 `calibration.json` holds the temperatures (dspark/calibration.py, the form that SGLang reads); `report.json` and the figures
 (pipelines/calibration.py) what they do beside four other methods. A fit holds for the drafter, the draft mode and the
-temperature of the trace.
+temperature of the trace: `calibration.json` for the served setting, the report for every setting that was traced.
 """
 
 import json
@@ -14,18 +14,22 @@ from pipelines.calibration import analyse, figures, headline, make_report
 from pipelines.dag import Artifact, Outcome, file_checksums
 from pipelines.flow import CalibrateConfig
 from pipelines.runner import Progress, Work
-from pipelines.stages.trace import read_rounds
+from pipelines.stages.trace import SERVED, read_rounds
 
 
 def run(config: CalibrateConfig, inputs: Mapping[str, Artifact], out: Storage, work: Work) -> Outcome:
-    work.report(Progress(0, 1, "settings"))
-    calibrate, test = (read_rounds(inputs["rounds"], "rounds", split) for split in ("calibrate", "test"))
-    fitted, found = analyse(calibrate, test, config.block_size, config.calibrate)
-    report = make_report({test[0].setting: found}, {"temperature": test[0].temperature, "draft_mode": test[0].draft_mode})
-    out.put(Calibration.CALIBRATION, fitted.to_json().encode())
+    found = {}
+    for number in range(len(config.settings)):
+        work.report(Progress(number, len(config.settings), "settings"))
+        calibrate, test = (read_rounds(inputs["rounds"], "rounds", split, number) for split in ("calibrate", "test"))
+        fitted, found[test[0].setting] = analyse(calibrate, test, config.block_size, config.calibrate)
+        if number == SERVED:
+            out.put(Calibration.CALIBRATION, fitted.to_json().encode())
+    served = config.settings[SERVED]
+    report = make_report(found, {"temperature": served.temperature, "draft_mode": served.draft_mode})
     out.put(Calibration.REPORT, json.dumps(report, indent=1).encode())
     shown = figures(report)
     for name, data in shown.items():
         out.put(name, data)
-    work.report(Progress(1, 1, "settings"))
+    work.report(Progress(len(found), len(found), "settings"))
     return Outcome(file_checksums(out, [Calibration.CALIBRATION, Calibration.REPORT, *shown]), headline(report), tuple(shown))
