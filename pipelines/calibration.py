@@ -165,7 +165,7 @@ def _methods(settings: Mapping[str, Any]) -> bytes:
     """A row a setting: mean ECE over positions of every method with its interval, on the test rounds and cross-fitted."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 3.2 * len(settings)), layout="constrained")
+    figure = Figure(figsize=(11.5, 3.2 * len(settings)), layout="constrained")
     panels = (("ece", "bins of equal width"), ("ece_mass", "bins of equally many rounds"))
     for (name, setting), axes in zip(settings.items(), figure.subplots(len(settings), 2, squeeze=False), strict=True):
         views = (("test rounds", setting["test"]["all"]), ("cross-fitted", setting["cross_fitted"]))
@@ -182,7 +182,7 @@ def _methods(settings: Mapping[str, Any]) -> bytes:
             ax.set_xticks(range(len(names)), names)
             ax.set(title=f"{name}, {title}", ylabel="mean ECE over positions", ylim=(0, None))
             ax.grid(alpha=0.3, axis="y")
-        axes[0].legend(fontsize=8)
+        axes[1].legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
     return png(figure)
 
 

@@ -144,12 +144,13 @@ def test_calibration_shows_a_line_a_position_and_what_was_not_fitted(plain: Rich
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line]
     assert lines[:4] == [
         ["ECE", "in", "%,", "t0-greedy", "T", "rounds", "survived", "raw", "sts", "floor", "sts", "-", "raw"],
-        ["position", "1", "1.50", "2,000", "0.250", "8.00", "3.00", "1.23", "-5.00", "[-6.00,", "-4.00]"],
+        ["position", "1", "1.50", "2,000", "0.250", "8.0", "3.0", "1.2", "-5.00", "[-6.00,", "-4.00]"],
         ["position", "2", "1.00", "0", "-", "-", "-", "-", "-"],
-        ["mean", "8.00", "[7.00,", "9.00]", "3.00", "[2.00,", "4.00]", "1.23", "-5.00", "[-6.00,", "-4.00]"],
+        ["mean", "8.0", "[7.0,", "9.0]", "3.0", "[2.0,", "4.0]", "1.2", "-5.00", "[-6.00,", "-4.00]"],
     ]
     assert " ".join(lines[4]).startswith("fitted on 1,234 rounds of other prompts")
-    assert " ".join(lines[5]).startswith("not fitted: sts at position 2 (too few rounds")
+    assert " ".join(lines[5]).startswith("positions not fitted (too few rounds")
+    assert lines[5][-3:] == ["sts", "at", "2"]
     assert len(lines) == 6
 
 
