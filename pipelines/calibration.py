@@ -39,6 +39,7 @@ DEFINITIONS = {
     "interval": "low, high: 95 % percentile bootstrap over prompts. Noise raises a small ECE and does so again in a resample, so its interval "
     "lies high; null with a single prompt",
     "change": "sts - other method on the same resamples; of ECE read the sign of the interval only",
+    "positions_worse": "where the whole interval of the change of ece from raw to sts on the test rounds is above 0",
     "fallback_positions": "proposed in fewer than min_rounds rounds of the fit (platt, isotonic: or never reached): as the head predicts",
 }
 
@@ -65,6 +66,7 @@ def analyse(
     for domain in sorted(set(domains.tolist())):
         is_here = domains == domain
         views[domain] = _view({name: a_NK[is_here] for name, a_NK in survivals.items()}, outcome_NK[is_here], prompts[is_here], stage)
+    changes = views["all"]["change"]["ece"]["raw"]["position_K"]
     num_folds = min(stage.num_folds, len(set(pooled[3].tolist())))
     crossed = baselines.cross_fitted(*pooled, num_folds=num_folds, num_bins=stage.num_bins, min_rounds=stage.min_rounds)
     return fitted, {
@@ -73,6 +75,7 @@ def analyse(
         "num_folds": num_folds,
         "temperatures": fitted.temperatures_K,
         "positions_at_the_end_of_the_grid": [k for k, t in enumerate(fitted.temperatures_K, 1) if t in (fitted.grid[0], fitted.grid[-1])],
+        "positions_worse": [k for k, change in enumerate(changes, 1) if change["low"] is not None and change["low"] > 0.0],
         "fallback_positions": {name: method.fallback_positions for name, method in methods.items()},
         "fits": {"global": {"temperature": 1.0 / scaled.slope_K[0]}, "platt": {"slope": platt.slope_K, "intercept": platt.intercept_K}},
         "test": views,
@@ -145,6 +148,7 @@ def headline(report: Mapping[str, Any]) -> dict[str, float]:
     for metric in ("ece", "ece_mass", "brier", "auroc"):
         metrics |= {f"{metric}_{name}": method["mean"][metric]["estimate"] for name, method in methods.items()}
     metrics["temperatures_at_the_end_of_the_grid"] = float(len(found["positions_at_the_end_of_the_grid"]))
+    metrics["positions_worse"] = float(len(found["positions_worse"]))
     metrics["fallback_positions"] = float(len(found["fallback_positions"]["sts"]))
     for k, temperature in enumerate(found["temperatures"], 1):
         metrics[f"temperature_{k}"] = temperature

@@ -26,7 +26,6 @@ from pipelines.settings import (
     STEPS,
     CacheTargetsStage,
     CalibrateStage,
-    DecodingSetting,
     EvaluateStage,
     FileData,
     HubData,
@@ -124,11 +123,8 @@ class TraceConfig:
 
 @dataclass(frozen=True)
 class CalibrateConfig:
-    """`settings` of the trace, the served one first."""
-
     calibrate: CalibrateStage
     block_size: int
-    settings: tuple[DecodingSetting, ...]
 
 
 @dataclass(frozen=True)
@@ -271,7 +267,7 @@ def _second_half(
         "calibrate",
         2,
         "pipelines.stages.calibrate:run",
-        CalibrateConfig(stage.calibrate, block_size, stage.trace.settings),
+        CalibrateConfig(stage.calibrate, block_size),
         {"rounds": trace},
         artifacts.Calibration,
         label,

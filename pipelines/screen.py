@@ -198,7 +198,7 @@ class RichScreen:
         for setting, found in report["settings"].items():
             view = found["test"]["all"]
             methods, change = view["methods"], view["change"]["ece"]["raw"]
-            table = _table(f"ECE in %, {setting}", "T", "rounds", "survived", *methods, "floor", "sts - raw")
+            table = _table(f"ECE %, {setting}", "T", "rounds", "survived", *methods, "floor", "sts - raw")
             table.columns[0].no_wrap = True
             for k, temperature in enumerate(found["temperatures"]):
                 sts = methods["sts"]["positions"][k]

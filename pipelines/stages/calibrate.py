@@ -14,22 +14,22 @@ from pipelines.calibration import analyse, figures, headline, make_report
 from pipelines.dag import Artifact, Outcome, file_checksums
 from pipelines.flow import CalibrateConfig
 from pipelines.runner import Progress, Work
-from pipelines.stages.trace import SERVED, read_rounds
+from pipelines.stages.trace import SERVED, num_settings, read_rounds
 
 
 def run(config: CalibrateConfig, inputs: Mapping[str, Artifact], out: Storage, work: Work) -> Outcome:
-    found = {}
-    for number in range(len(config.settings)):
-        work.report(Progress(number, len(config.settings), "settings"))
+    found, total = {}, num_settings(inputs["rounds"])
+    for number in range(total):
+        work.report(Progress(number, total, "settings"))
         calibrate, test = (read_rounds(inputs["rounds"], "rounds", split, number) for split in ("calibrate", "test"))
         fitted, found[test[0].setting] = analyse(calibrate, test, config.block_size, config.calibrate)
         if number == SERVED:
+            served = {"temperature": test[0].temperature, "draft_mode": test[0].draft_mode}
             out.put(Calibration.CALIBRATION, fitted.to_json().encode())
-    served = config.settings[SERVED]
-    report = make_report(found, {"temperature": served.temperature, "draft_mode": served.draft_mode})
+    report = make_report(found, served)
     out.put(Calibration.REPORT, json.dumps(report, indent=1).encode())
     shown = figures(report)
     for name, data in shown.items():
         out.put(name, data)
-    work.report(Progress(len(found), len(found), "settings"))
+    work.report(Progress(total, total, "settings"))
     return Outcome(file_checksums(out, [Calibration.CALIBRATION, Calibration.REPORT, *shown]), headline(report), tuple(shown))

@@ -95,6 +95,11 @@ def run(config: TraceConfig, inputs: Mapping[str, Artifact], out: Storage, work:
     return Outcome(file_checksums(out, names), metrics)
 
 
+def num_settings(artifact: Artifact) -> int:
+    """Of how many settings there are rounds."""
+    return len({name.split("-")[2] for name in artifact.record["files"] if name.startswith("rounds-")})
+
+
 def read_rounds(artifact: Artifact, kind: str, split: str, setting: int = SERVED) -> list[Round]:
     """`kind`: rounds | positions, the latter of the served setting only."""
     storage = open_storage(artifact.uri)

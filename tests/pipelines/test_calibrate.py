@@ -118,7 +118,16 @@ def test_report_of_an_overconfident_head_says_that_scaling_helps_and_what_was_fi
     assert metrics["ece_sts"] == sts["ece"]["estimate"]
     assert metrics["ece_change_high"] == view["change"]["ece"]["raw"]["mean"]["high"]
     assert metrics["position_2/ece_raw"] == view["methods"]["raw"]["positions"][1]["ece"]["estimate"]
-    assert metrics["fallback_positions"] == 0.0
+    assert metrics["fallback_positions"] == metrics["positions_worse"] == 0.0
+
+
+def test_report_names_the_positions_where_sts_is_worse() -> None:
+    """The fit is on heads that are overconfident, the test on one that is right: there every temperature above 1 does harm."""
+    found = analyse(make_rounds("calibrate", 4, 4.0), make_rounds("test", 5, 1.0, num_prompts=60), K, STAGE)[1]
+    changes = found["test"]["all"]["change"]["ece"]["raw"]["position_K"]
+    assert found["positions_worse"] == [k for k in (1, 2, 3) if changes[k - 1]["low"] > 0.0]
+    assert 1 in found["positions_worse"]
+    assert headline(make_report({"t0-greedy": found}, {}))["positions_worse"] == len(found["positions_worse"])
 
 
 def test_report_of_too_few_rounds_names_the_positions_that_are_not_fitted() -> None:
@@ -139,7 +148,7 @@ def test_step_calibrates_the_served_setting_and_reports_every_one(tmp_path: Path
                 store.put(name, to_parquet(members))
                 files[name] = ""
     out = LocalStorage(str(tmp_path / "out"))
-    config = CalibrateConfig(STAGE, K, (DRAWN, GREEDY))
+    config = CalibrateConfig(STAGE, K)
     reported: list[Progress] = []
     monkeypatch.setattr(calibrate, "figures", lambda report: {"x.png": b"png"})
     outcome = calibrate.run(

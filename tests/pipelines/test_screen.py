@@ -143,7 +143,7 @@ def test_calibration_shows_a_line_a_position_and_what_was_not_fitted(plain: Rich
     plain.calibration({"settings": {"t0-greedy": found}})
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line]
     assert lines[:4] == [
-        ["ECE", "in", "%,", "t0-greedy", "T", "rounds", "survived", "raw", "sts", "floor", "sts", "-", "raw"],
+        ["ECE", "%,", "t0-greedy", "T", "rounds", "survived", "raw", "sts", "floor", "sts", "-", "raw"],
         ["position", "1", "1.50", "2,000", "0.250", "8.0", "3.0", "1.2", "-5.00", "[-6.00,", "-4.00]"],
         ["position", "2", "1.00", "0", "-", "-", "-", "-", "-"],
         ["mean", "8.0", "[7.0,", "9.0]", "3.0", "[2.0,", "4.0]", "1.2", "-5.00", "[-6.00,", "-4.00]"],
