@@ -56,14 +56,14 @@ class EvalReport(Artifact):
 
 @dataclass(frozen=True)
 class Rounds(Artifact):
-    """Decoding rounds on held-out prompts, and a block at every position of the test texts: Parquet files with receipts."""
+    """Decoding rounds on held-out prompts by setting, and a block at every position of the test texts: Parquet files with receipts."""
 
     noun: ClassVar[str] = "Rounds"
 
 
 @dataclass(frozen=True)
 class Calibration(Artifact):
-    """Per-position temperatures `calibration.json`, and what they do on the test rounds: `report.json`, a figure."""
+    """Per-position temperatures `calibration.json`, and what they do on the test rounds: `report.json`, figures."""
 
     noun: ClassVar[str] = "Calibration"
     CALIBRATION: ClassVar[str] = "calibration.json"

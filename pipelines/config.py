@@ -255,8 +255,8 @@ def _check(settings: Settings) -> None:
     )
     for path, number, least in (
         ("stage.trace.batch_size", stage.trace.batch_size, 1),
-        ("stage.trace.setting.temperature", stage.trace.setting.temperature, 0),
         ("stage.calibrate.num_bins", stage.calibrate.num_bins, 1),
+        ("stage.calibrate.num_folds", stage.calibrate.num_folds, 2),
         ("stage.calibrate.num_resamples", stage.calibrate.num_resamples, 1),
         ("stage.profile_sps.num_repeats", stage.profile_sps.num_repeats, 1),
         ("stage.profile_sps.context_tokens", stage.profile_sps.context_tokens, 1),
@@ -286,13 +286,12 @@ def _check(settings: Settings) -> None:
         require(
             uri != HUB or name in ON_HUB, path, uri, f"only {', '.join(ON_HUB)} are known there", "name one of these, or give a JSONL file"
         )
-    require(
-        stage.trace.setting.ablation is None,
-        "stage.trace.setting.ablation",
-        stage.trace.setting.ablation,
-        "the release is served whole, so it is calibrated whole",
-        "stage.trace.setting.ablation=null",
-    )
+    traced, fix = stage.trace.settings, "stage.trace.settings=[{temperature: 0, draft_mode: greedy, ablation: null}]"
+    require(len(set(traced)) == len(traced) > 0, "stage.trace.settings", list(traced), "must be distinct, and at least one", fix)
+    for i, setting in enumerate(traced):
+        path, rule = f"stage.trace.settings[{i}]", "the release is served whole, so it is calibrated whole"
+        require(setting.temperature >= 0, f"{path}.temperature", setting.temperature, "must be at least 0", fix)
+        require(setting.ablation is None, f"{path}.ablation", setting.ablation, rule, fix)
     sampling = settings.target.sampling
     is_plain = sampling.top_p == 1.0 and sampling.top_k == 0
     require(

@@ -255,7 +255,7 @@ def _second_half(
     stage, block_size = settings.stage, settings.drafter.block_size
     trace = Step(
         "trace",
-        2,
+        3,
         "pipelines.stages.trace:run",
         TraceConfig(stage.trace, identity, settings.target.max_length_tokens),
         {"prompts": prompts, "drafter": train},
@@ -265,7 +265,7 @@ def _second_half(
     )
     calibrate = Step(
         "calibrate",
-        1,
+        2,
         "pipelines.stages.calibrate:run",
         CalibrateConfig(stage.calibrate, block_size),
         {"rounds": trace},

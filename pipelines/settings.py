@@ -165,9 +165,9 @@ class EvaluateStage:
 
 @dataclass(frozen=True)
 class TraceStage:
-    """`setting` is what serving will do: calibration and schedule hold for it alone."""
+    """The first of `settings` is what serving will do: it is calibrated, replayed by schedule and published. Of others calibrate reports."""
 
-    setting: DecodingSetting
+    settings: tuple[DecodingSetting, ...]
     max_new_tokens: int
     batch_size: int
     precision: Literal["bf16", "fp32"]
@@ -177,7 +177,8 @@ class TraceStage:
 @dataclass(frozen=True)
 class CalibrateStage:
     num_bins: int
-    min_rounds: int  # of the calibrate split, at every position
+    min_rounds: int  # of the calibrate split; a position with fewer keeps its raw confidences
+    num_folds: int  # of prompts, for the cross-fitted table
     num_resamples: int  # of prompts, for the intervals
 
 

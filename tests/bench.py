@@ -2,6 +2,7 @@
 
     attention   block attention over [context ; own block] against dense-mask attention over [context ; all blocks]
     admission   Algorithm 1 on arrays against the oracle's loop over tokens, one scheduling step
+    sts         Sequential Temperature Scaling, fit in blocks that stay in cache against whole columns (numpy uses one core)
 
 Runs are interleaved and medians are printed, since machines are noisy; compare ratios, not seconds.
 """
@@ -18,16 +19,18 @@ import oracles  # beside this file, which runs as a script
 import torch
 
 from dspark.blocks import attention_mask
+from dspark.calibration import GRID, fit, sigmoid
 from dspark.layers import attend
+from dspark.metrics import ece
 from dspark.scheduler import SpsTable, admit
 
 REPEATS = 5
 
 
-def interleaved(subjects: dict[str, Callable[[], object]]) -> dict[str, float]:
+def interleaved(subjects: dict[str, Callable[[], object]], repeats: int = REPEATS) -> dict[str, float]:
     """Median seconds of each subject over interleaved repeats, after one warm-up."""
     seconds: dict[str, list[float]] = {name: [] for name in subjects}
-    for repeat in range(REPEATS + 1):
+    for repeat in range(repeats + 1):
         for name, run in subjects.items():
             started = time.perf_counter()
             run()
@@ -83,6 +86,31 @@ def bench_admission(num_requests: int, block_size: int) -> None:
     )
 
 
+def bench_sts(num_rounds: int, block_size: int) -> None:
+    generator = np.random.default_rng(0)
+    true_NK = generator.normal(0.8, 1.2, (num_rounds, block_size))
+    accepted_N = np.cumprod(generator.random(true_NK.shape) < sigmoid(true_NK), axis=1).sum(1)
+    logits_NK, found = 2.0 * true_NK, {}
+
+    def ours() -> None:
+        found["ours"] = fit(logits_NK, accepted_N).temperatures_K
+
+    def columns() -> None:
+        prefix_N, temperatures = np.ones(num_rounds), []
+        for k in range(block_size):
+            outcome_N, logit_N = (accepted_N > k).astype(np.float64), logits_NK[:, k].copy()
+            eces = [ece(prefix_N * sigmoid(logit_N / t), outcome_N) for t in GRID]
+            temperatures.append(GRID[int(np.argmin(eces))])
+            prefix_N = prefix_N * sigmoid(logit_N / temperatures[-1])
+        found["columns"] = tuple(temperatures)
+
+    seconds = interleaved({"ours": ours, "columns": columns}, repeats=1)
+    assert found["ours"] == found["columns"], found
+    print(
+        f"sts         N={num_rounds:.0e} K={block_size}   ours {seconds['ours']:8.2f} s   columns {seconds['columns']:8.2f} s   ratio {seconds['ours'] / seconds['columns']:.2f}"
+    )
+
+
 def main() -> None:
     torch.set_num_threads(os.cpu_count() or 1)
     commit = (
@@ -92,6 +120,7 @@ def main() -> None:
     for num_tokens, num_anchors in ((256, 24), (1024, 96)):
         bench_attention(num_tokens, num_anchors)
     bench_admission(num_requests=256, block_size=7)
+    bench_sts(num_rounds=1_000_000, block_size=7)
 
 
 if __name__ == "__main__":

@@ -73,8 +73,16 @@ def test_choice_of_a_group_composes(group: str, choice: str) -> None:
         (["stage.train.lr=fast"], ["stage.train.lr", "'fast'", "number"]),
         (["stage.train.clip_norm=1.0"], ["stage.train.clip_norm: 1.0", "Muon", "stage.train.muon_lr=null"]),
         (["stage.train.muon_lr=0"], ["stage.train.muon_lr", "above 0"]),
-        (["stage.trace.setting.temperature=-1"], ["stage.trace.setting.temperature: -1", "at least 0"]),
-        (["stage.trace.setting.ablation=no_markov"], ["stage.trace.setting.ablation", "null"]),
+        (
+            ["stage.trace.settings=[{temperature: -1, draft_mode: greedy, ablation: null}]"],
+            ["stage.trace.settings[0].temperature: -1", "at least 0"],
+        ),
+        (
+            ["stage.trace.settings=[{temperature: 0, draft_mode: greedy, ablation: no_markov}]"],
+            ["stage.trace.settings[0].ablation", "null"],
+        ),
+        (["stage.trace.settings=[]"], ["stage.trace.settings: []", "at least one"]),
+        (["stage.calibrate.num_folds=1"], ["stage.calibrate.num_folds: 1", "at least 2"]),
         (["stage.profile_sps.engines=[vllm]"], ["stage.profile_sps.engines", "decoding"]),
         (["stage.profile_sps.batch_tokens=[8,4]"], ["stage.profile_sps.batch_tokens: [8, 4]", "ascending"]),
         (["stage.schedule.thresholds=[1.5]"], ["stage.schedule.thresholds", "0 to 1"]),

@@ -69,6 +69,12 @@ def test_trunk_local_run_makes_every_artifact_with_its_record(finished: Path) ->
     assert set(report["settings"]) == {"t0-greedy", "t0-greedy-no_markov", "t1-probabilistic"}
     assert all(1.0 <= report["settings"][name]["test"]["all"]["accepted_length"] <= 5.0 for name in report["settings"])
     check_release(LocalStorage(str(next(finished.glob("publish/*/release")))))
+    calibration = json.loads(next(finished.glob("calibrate/*/report.json")).read_text())
+    assert list(calibration["settings"]) == ["t0-greedy", "t1-probabilistic"]
+    assert calibration["setting"] == {"temperature": 0.0, "draft_mode": "greedy"}
+    traced = {path.name for path in finished.glob("trace/*/*.parquet")}
+    assert {"rounds-test-0-0000.parquet", "rounds-test-1-0000.parquet", "positions-test-0-0000.parquet"} <= traced
+    assert "positions-test-1-0000.parquet" not in traced
     rows = json.loads(next(finished.glob("schedule/*/report.json")).read_text())["rows"]
     assert {(row["confidences"], row["num_requests"]) for row in rows} == {(c, n) for c in ("raw", "calibrated") for n in (1, 4, 16)}
     assert made["train"]["inputs"]["cache"]["payload_sha256"] == made["cache_targets"]["payload_sha256"]

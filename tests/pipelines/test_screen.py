@@ -122,6 +122,38 @@ def test_evaluation_shows_a_line_a_domain_and_what_was_set_aside(plain: RichScre
     assert " ".join(lines[-1]).startswith("set aside: 1 duplicate, 2 prompt too long (")
 
 
+def test_calibration_shows_a_line_a_position_and_what_was_not_fitted(plain: RichScreen, capsys: pytest.CaptureFixture[str]) -> None:
+    def estimate(value: float) -> dict[str, float | None]:
+        return {"estimate": value, "low": value - 0.01, "high": value + 0.01}
+
+    def method(ece: float) -> dict[str, Any]:
+        positions = [
+            {"num_rounds": 2000, "num_survivors": 500, "ece_floor": 0.0123, "ece": estimate(ece)},
+            {"num_rounds": 0, "num_survivors": 0, "ece_floor": None, "ece": {"estimate": None, "low": None, "high": None}},
+        ]
+        return {"positions": positions, "mean": {"ece": estimate(ece), "ece_floor": 0.0123}}
+
+    change = {"position_K": [estimate(-0.05), {"estimate": None, "low": None, "high": None}], "mean": estimate(-0.05)}
+    found = {
+        "temperatures": [1.5, 1.0],
+        "num_rounds": {"calibrate": 1234, "test": 2000},
+        "fallback_positions": {"raw": [], "sts": [2]},
+        "test": {"all": {"methods": {"raw": method(0.08), "sts": method(0.03)}, "change": {"ece": {"raw": change}}}},
+    }
+    plain.calibration({"settings": {"t0-greedy": found}})
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line]
+    assert lines[:4] == [
+        ["ECE", "%,", "t0-greedy", "T", "rounds", "survived", "raw", "sts", "floor", "sts", "-", "raw"],
+        ["position", "1", "1.50", "2,000", "0.250", "8.0", "3.0", "1.2", "-5.00", "[-6.00,", "-4.00]"],
+        ["position", "2", "1.00", "0", "-", "-", "-", "-", "-"],
+        ["mean", "8.0", "[7.0,", "9.0]", "3.0", "[2.0,", "4.0]", "1.2", "-5.00", "[-6.00,", "-4.00]"],
+    ]
+    assert " ".join(lines[4]).startswith("fitted on 1,234 rounds of other prompts")
+    assert " ".join(lines[5]).startswith("positions not fitted (too few rounds")
+    assert lines[5][-3:] == ["sts", "at", "2"]
+    assert len(lines) == 6
+
+
 # --- progress -------------------------------------------------------------------------------------------------------
 
 
