@@ -286,13 +286,66 @@ def paired_bootstrap(
         raise ValueError(
             f"prompt: shape {prompt_index_N.shape} for {len(outcome_NK)} rounds, of at least 2 prompts. Fix: pass the prompt of each round"
         )
-    num_prompts = int(prompt_index_N.max()) + 1
-    index = np.random.default_rng(seed).integers(0, num_prompts, size=(num_resamples, num_prompts))
-    drawn_SP = np.array([np.bincount(row, minlength=num_prompts) for row in index]).reshape(num_resamples, num_prompts)
-    weight_SP = np.vstack([np.ones(num_prompts), drawn_SP])  # how often each prompt counts; first the data themselves
+    weight_SP = _drawn(prompt_index_N, num_resamples, seed)
     before_SK, after_SK = (_resampled(metric, x, outcome_NK, prompt_index_N, weight_SP, num_bins) for x in (before_NK, after_NK))
     change_SK = after_SK - before_SK
     return Differences(tuple(_difference(change_S) for change_S in change_SK.T), _difference(change_SK.mean(1)))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value with its 95 % interval; None where it is not defined, the interval also of a single prompt."""
+
+    estimate: float | None
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
+class Estimates:
+    position_K: tuple[Estimate, ...]
+    mean: Estimate  # of the mean over the positions that have rounds
+
+
+def bootstrap_ece(
+    survival_NK: ArrayLike,
+    outcome_NK: Floats,
+    prompt_N: ArrayLike,
+    *,
+    num_bins: int = NUM_BINS,
+    num_resamples: int = 1000,
+    seed: int = 0,
+) -> Estimates:
+    """The ECE with an interval, by resampling prompts with all of their rounds.
+
+    The interval is the basic one, 2 * estimate - percentile, cut at 0: noise raises an ECE and raises that of a resample once
+    more, so that percentiles lie too high. On synthetic rounds (400 to 8,000 of four a prompt, true ECE 0.03 and 0.1) it held
+    the truth 77 to 98 times of 100, percentiles 0 to 96 times; it was too high at most 17 times, of 400 rounds at 0.03.
+    """
+    prompt_index_N = np.unique(np.asarray(prompt_N), return_inverse=True)[1]
+    ece_SK = _resampled("ece", survival_NK, outcome_NK, prompt_index_N, _drawn(prompt_index_N, num_resamples, seed), num_bins)
+    is_defined_K = ~np.isnan(ece_SK[0])
+    mean_S = ece_SK[:, is_defined_K].mean(1) if is_defined_K.any() else np.full(len(ece_SK), np.nan)
+    return Estimates(tuple(_estimate(ece_S) for ece_S in ece_SK.T), _estimate(mean_S))
+
+
+def _estimate(value_S: Floats) -> Estimate:
+    """Of the estimate, which stands first, and its resamples."""
+    estimate, resampled = float(value_S[0]), value_S[1:][~np.isnan(value_S[1:])]
+    if np.isnan(estimate):
+        return Estimate(None, None, None)
+    if len(np.unique(resampled)) < 2:
+        return Estimate(estimate, None, None)
+    low, high = np.percentile(resampled, [2.5, 97.5])
+    return Estimate(estimate, max(2.0 * estimate - float(high), 0.0), max(2.0 * estimate - float(low), 0.0))
+
+
+def _drawn(prompt_index_N: Ints, num_resamples: int, seed: int) -> Floats:
+    """How often each prompt counts [1 + S, P]: once in the data themselves, which stand first, then in each resample."""
+    num_prompts = int(prompt_index_N.max()) + 1
+    index = np.random.default_rng(seed).integers(0, num_prompts, size=(num_resamples, num_prompts))
+    drawn_SP = np.array([np.bincount(row, minlength=num_prompts) for row in index]).reshape(num_resamples, num_prompts)
+    return np.vstack([np.ones(num_prompts), drawn_SP])
 
 
 def _resampled(metric: str, survival_NK: ArrayLike, outcome_NK: Floats, prompt_index_N: Ints, weight_SP: Floats, num_bins: int) -> Floats:

@@ -134,15 +134,15 @@ def read_simple(data: bytes, block_size: int) -> SpsTable:
 
 def read_additive(data: bytes, block_size: int) -> AdditiveSps:
     found = read_json(SPS_ADDITIVE, data)
-    bias, left_out = (found.get(key) for key in ("bias_seconds", "left_out_error"))
-    if type(bias) not in (int, float) or not 0.0 < bias < math.inf:
+    bias, left_out = found.get("bias_seconds"), found.get("left_out_error")
+    if not _is_number(bias, is_zero_allowed=False):
         raise _error(f"{SPS_ADDITIVE} bias_seconds", bias, "a finite number above 0", MEASURE)
-    if type(left_out) not in (int, float) or not 0.0 <= left_out < math.inf:
+    if not _is_number(left_out, is_zero_allowed=True):
         raise _error(f"{SPS_ADDITIVE} left_out_error", left_out, "a finite number, 0 or more", MEASURE)
     num_requests, alpha = _curve(SPS_ADDITIVE, found, "bs_probes", "alpha_seconds", is_zero_allowed=True)
     tokens, theta = _curve(SPS_ADDITIVE, found, "m_probes", "theta_seconds", is_zero_allowed=True)
     _check_tokens(SPS_ADDITIVE, found, "m_probes", "theta_seconds", block_size)
-    return AdditiveSps(float(bias), num_requests, alpha, tokens, theta, float(left_out))
+    return AdditiveSps(float(found["bias_seconds"]), num_requests, alpha, tokens, theta, float(found["left_out_error"]))
 
 
 def read_tensorrt(data: bytes, block_size: int) -> SpsTable:
@@ -160,15 +160,19 @@ def _curve(
     file: str, found: Mapping[str, Any], probes_key: str, values_key: str, *, is_zero_allowed: bool
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
     probes, values = found.get(probes_key), found.get(values_key)
-    is_ascending = isinstance(probes, list) and all(type(n) is int and n >= 1 for n in probes) and probes == sorted(set(probes))
-    if not is_ascending or not probes:
+    if not isinstance(probes, list) or not probes or not all(type(n) is int and n >= 1 for n in probes) or probes != sorted(set(probes)):
         rule = "integers of at least 1, strictly increasing: repeated measurements are reduced to their median"
         raise _error(f"{file} {probes_key}", probes, rule, MEASURE)
-    is_number = [type(x) in (int, float) and (0 < x < math.inf or (is_zero_allowed and x == 0)) for x in values or ()]
-    if not isinstance(values, list) or len(values) != len(probes) or not all(is_number):
+    are_numbers = isinstance(values, list) and all(_is_number(x, is_zero_allowed=is_zero_allowed) for x in values)
+    if not isinstance(values, list) or not are_numbers or len(values) != len(probes):
         rule = f"{len(probes)} finite numbers" + (", 0 or more" if is_zero_allowed else " above 0")
         raise _error(f"{file} {values_key}", values, rule, MEASURE)
     return tuple(probes), tuple(float(x) for x in values)
+
+
+def _is_number(value: Any, *, is_zero_allowed: bool) -> bool:
+    """Finite, and above 0 (or 0, where that is allowed)."""
+    return type(value) in (int, float) and (0 < value < math.inf or (is_zero_allowed and value == 0))
 
 
 def _check_tokens(file: str, found: Mapping[str, Any], probes_key: str, values_key: str, block_size: int) -> None:

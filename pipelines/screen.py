@@ -193,6 +193,28 @@ class RichScreen:
             counts = ", ".join(f"{number} {reason}" for reason, number in report["skipped_by_reason"].items())
             self._line(f"set aside: {counts} (skipped in report.json: source and row of each)", "yellow")
 
+    def drift(self, report: Mapping[str, Any], uri: str) -> None:
+        """A calibration on new rounds, by position and domain, and the verdict."""
+        now, temperatures, before = report["ece_now"], report["temperatures"], report["ece_at_calibration"]
+        table = _table("position", "temperature", "refitted", "ECE at calibration", "ECE now", "change by refitting, held out")
+        changes = [*report["change_by_refit"]["position_K"], report["change_by_refit"]["mean"]]
+        rows = zip(temperatures["released"], temperatures["refitted"], before["position_K"], now["all"]["position_K"], strict=True)
+        cells = [(str(k), f"{old:.2f}", f"{new:.2f}", ece, estimate) for k, (old, new, ece, estimate) in enumerate(rows, 1)]
+        cells.append(("mean", "", "", before["mean"], now["all"]["mean"]))
+        for (name, old, new, ece, estimate), change in zip(cells, changes, strict=True):
+            table.add_row(name, old, new, "-" if ece is None else f"{ece:.3f}", _estimate(estimate, ".3f"), _estimate(change, "+.3f"))
+        self._console.print(table)
+        table = _table("domain", "rounds", "requests", "ECE now, mean over positions")
+        for domain, found in now.items():
+            table.add_row(domain, f"{found['num_rounds']:,}", f"{found['num_requests']:,}", _estimate(found["mean"], ".3f"))
+        self._line("")
+        self._console.print(table)
+        self._line("in brackets 95 % bootstrap intervals over requests")
+        self._line(f"verdict: {report['verdict']}", "bold yellow" if report["reasons"] else "bold green")
+        for reason in report["reasons"]:
+            self._line(f"  {reason}")
+        self._line(f"refitted temperatures, report and figure: {uri}")
+
     def sweep(self, columns: Sequence[str], rows: Sequence[Sequence[str]], uri: str) -> None:
         """What the points of a sweep came to, and where that is kept."""
         table = _table(*columns)
@@ -251,6 +273,13 @@ def _length(summary: Mapping[str, Any] | None) -> str:
         return "-"
     low, high = summary["accepted_length_interval"]
     return f"{summary['accepted_length']:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def _estimate(found: Mapping[str, Any], form: str) -> str:
+    if found["estimate"] is None:
+        return "-"
+    interval = "" if found["low"] is None else f" [{found['low']:{form}}, {found['high']:{form}}]"
+    return f"{found['estimate']:{form}}{interval}"
 
 
 def _pace(progress: Progress, samples: deque[tuple[float, int]]) -> str:

@@ -7,6 +7,8 @@ serves all positions. Registered by vllm_plugin.py.
 Shapes: R requests, N drafted tokens a request (`num_speculative_tokens`, at most the block size).
 """
 
+from typing import Any
+
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.models.qwen3_dspark import Qwen3DSparkForCausalLM
@@ -19,10 +21,11 @@ class CalibratedQwen3DSpark(Qwen3DSparkForCausalLM):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
+        assert vllm_config.speculative_config is not None
+        num_drafted = vllm_config.speculative_config.num_speculative_tokens
         temperatures_N = None
         found = getattr(self.config, "sts_temperatures", None)
         if found is not None:
-            num_drafted = vllm_config.speculative_config.num_speculative_tokens
             temperatures_N = torch.tensor(found, dtype=torch.float32)[:num_drafted]
             if temperatures_N.shape != (num_drafted,) or not ((temperatures_N > 0) & temperatures_N.isfinite()).all():
                 raise ValueError(
@@ -35,6 +38,6 @@ class CalibratedQwen3DSpark(Qwen3DSparkForCausalLM):
         """[R * N], the N steps of a request one after the other; tensor operations alone, for it is captured in a CUDA graph."""
         if self.sts_temperatures_N is None:
             return super().compute_confidence(head_hidden, markov_embed)
-        assert self.model.confidence_head is not None
-        logits_RN = self.model.confidence_head(head_hidden, markov_embed).view(-1, len(self.sts_temperatures_N))
+        confidence_head: Any = self.model.confidence_head  # its weights are there: vLLM asks no drafter without them
+        logits_RN = confidence_head(head_hidden, markov_embed).view(-1, len(self.sts_temperatures_N))
         return torch.sigmoid(logits_RN / self.sts_temperatures_N).flatten()

@@ -71,7 +71,7 @@ def run(config: CalibrateConfig, inputs: Mapping[str, Artifact], out: Storage, w
         },
     }
     out.put(Calibration.REPORT, json.dumps(report, indent=1).encode())
-    out.put(FIGURE, _figure(quality, fitted.temperatures_K))
+    out.put(FIGURE, reliability_figure(quality, fitted.temperatures_K))
     work.report(Progress(3, 3, "parts"))
     names = [Calibration.CALIBRATION, Calibration.REPORT, FIGURE]
     return Outcome(file_checksums(out, names), _headline(report, quality), (FIGURE,))
@@ -96,8 +96,8 @@ def _headline(report: Mapping[str, Any], quality: Mapping[str, Any]) -> dict[str
     return metrics
 
 
-def _figure(quality: Mapping[str, Any], temperatures: Sequence[float]) -> bytes:
-    """One column a position: predicted survival against the share that survived, before and after, and the counts below."""
+def reliability_figure(quality: Mapping[str, Any], temperatures: Sequence[float]) -> bytes:
+    """One column a position: predicted survival against the share that survived, of two calibrations, and the counts below."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(2.3 * len(temperatures) + 0.6, 4.2), layout="constrained")
@@ -105,7 +105,7 @@ def _figure(quality: Mapping[str, Any], temperatures: Sequence[float]) -> bytes:
     for k, temperature in enumerate(temperatures):
         top, bottom = axes[0][k], axes[1][k]
         top.plot([0, 1], [0, 1], color="grey", linewidth=0.8, linestyle="--")
-        for when, colour in (("before", "tab:orange"), ("after", "tab:blue")):
+        for when, colour in zip(quality, ("tab:orange", "tab:blue"), strict=True):
             bins = [b for b in quality[when][k]["reliability"] if b["count"]]
             ece = quality[when][k]["ece"]
             label = f"{when}: ECE {100 * ece:.1f} %" if ece is not None else when
