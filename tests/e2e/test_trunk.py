@@ -93,6 +93,22 @@ def test_trunk_release_that_was_left_half_written_is_written_anew(finished: Path
     assert {path.name: path.read_bytes() for path in place.iterdir()} == whole
 
 
+def test_trunk_calibration_is_judged_by_rounds_alike_from_its_artifact_and_from_the_release(finished: Path) -> None:
+    rounds = next(finished.glob("trace/*")) / "rounds-"
+    reports = {}
+    for words in ([], [f"release={next(finished.glob('publish/*/release'))}"]):
+        process = start(finished, "mode=drift", f"rounds={rounds}", *words)
+        output, _ = process.communicate(timeout=600)
+        place = Path(re.findall(r"^refitted temperatures, report and figure: (.*)$", output, re.MULTILINE)[0])
+        report = json.loads((place / "report.json").read_text())
+        assert process.returncode == {"keep": 0, "recalibrate": 1}[report["verdict"]], output
+        reports[report.pop("calibration")["uri"]] = report
+    assert len(reports) == 2
+    first, second = reports.values()
+    assert first == second
+    assert first["ece_now"]["all"]["num_requests"] == 12
+
+
 def test_trunk_trains_from_a_lossy_compressed_cache(finished: Path, tmp_path: Path) -> None:
     for step in ("prompts", "regenerate"):
         shutil.copytree(finished / step, tmp_path / step)

@@ -227,7 +227,7 @@ def test_drift_from_the_command_line_says_its_verdict_by_its_exit_status(tmp_pat
 
 def test_drift_without_a_calibration_is_refused(tmp_path: Path) -> None:
     settings, plain = compose(["experiment=tiny", "mode=drift", "rounds=here", f"cluster.root={tmp_path}"])
-    with pytest.raises(ValueError, match="holds no finished calibration of this config. Fix: run the pipeline first, or release="):
+    with pytest.raises(ValueError, match=r"holds no finished calibration of this config\. Fix: run the pipeline first, or release="):
         main(settings, plain, RichScreen())
     with pytest.raises(ValueError, match=r"release: .* holds no calibration\.json with a report\.json"):
         drift.read_calibrated(str(tmp_path), None)
