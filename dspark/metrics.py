@@ -270,7 +270,7 @@ def position_columns(name: str, value_NK: ArrayLike, outcome_NK: Floats) -> list
 
 @dataclass(frozen=True)
 class Estimate:
-    """With its 95 % percentile interval; None where the metric, or without resamples the interval, is not defined."""
+    """With its 95 % interval; None where the metric, or without resamples the interval, is not defined."""
 
     estimate: float | None
     low: float | None
@@ -301,8 +301,7 @@ def resample(
 
     Of a difference of ECE read the interval's sign, not its size: noise raises a small ECE, and does so again in a resample,
     which draws the difference towards 0. On synthetic rounds (1,000 to 6,400) the interval all but never had the wrong sign, but
-    as soon as one side was well calibrated it mostly left the true difference out, as too small a change. For the same reason
-    the interval of a small ECE lies high.
+    as soon as one side was well calibrated it mostly left the true difference out, as too small a change.
     """
     if metric not in METRICS:
         raise ValueError(f"metric: {metric!r} is none of {', '.join(METRICS)}. Fix: name one of them")
@@ -348,19 +347,30 @@ def _resampled_auroc(probability_N: Floats, outcome_N: Floats, index_N: Ints, we
     return ((weight_SP @ wins_PP) * weight_SP).sum(1) / np.where(num_pairs_S > 0, num_pairs_S, np.nan)
 
 
-def estimates(value_SK: Floats) -> Estimates:
-    """Of one result of `resample`, or of the difference of two; a resample in which it is not defined does not count."""
+def estimates(value_SK: Floats, *, is_ece: bool = False) -> Estimates:
+    """Of one result of `resample`, or of the difference of two; a resample in which it is not defined does not count.
+
+    The interval holds the percentiles of the resamples. Of an ECE itself (`is_ece`; not of a difference) it is the basic one,
+    2 * estimate - percentile, cut at 0: noise raises an ECE and raises that of a resample once more, so that percentiles lie
+    too high. On synthetic rounds (400 to 8,000 of four a prompt, true ECE 0.03 and 0.1) it held the truth 77 to 98 times of
+    100 (`ece_mass`: 83 to 99), percentiles 0 to 96 times; it was too high at most 17 times, of 400 rounds at 0.03. It may lie
+    below the estimate.
+    """
     is_defined_K = ~np.isnan(value_SK[0])
     mean_S = value_SK[:, is_defined_K].mean(1) if is_defined_K.any() else np.full(len(value_SK), np.nan)
-    return Estimates(tuple(_estimate(value_S) for value_S in value_SK.T), _estimate(mean_S))
+    return Estimates(tuple(_estimate(value_S, is_ece) for value_S in value_SK.T), _estimate(mean_S, is_ece))
 
 
-def _estimate(value_S: Floats) -> Estimate:
-    if np.isnan(value_S[0]):
+def _estimate(value_S: Floats, is_ece: bool) -> Estimate:
+    estimate, resampled = float(value_S[0]), value_S[1:][~np.isnan(value_S[1:])]
+    if np.isnan(estimate):
         return Estimate(None, None, None)
-    resampled = value_S[1:][~np.isnan(value_S[1:])]
-    low, high = _percentiles(resampled) if len(resampled) else (None, None)
-    return Estimate(float(value_S[0]), low, high)
+    if not len(resampled):
+        return Estimate(estimate, None, None)
+    low, high = _percentiles(resampled)
+    if is_ece:
+        low, high = max(2.0 * estimate - high, 0.0), max(2.0 * estimate - low, 0.0)
+    return Estimate(estimate, low, high)
 
 
 def _ratio(numerator: float, denominator: float) -> float | None:

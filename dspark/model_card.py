@@ -9,10 +9,17 @@ from dspark.calibration import Calibration
 from dspark.drafters.base import Drafter
 from dspark.release import VLLM_TESTED
 from dspark.scheduler import SpsTable
+from dspark.serving_files import AdditiveSps
 
 
 def model_card(
-    drafter: Drafter, target_name: str, calibration: Calibration, sps: SpsTable, evaluation: Mapping[str, Any], lineage: Mapping[str, Any]
+    drafter: Drafter,
+    target_name: str,
+    calibration: Calibration,
+    sps: SpsTable,
+    additive: AdditiveSps,
+    evaluation: Mapping[str, Any],
+    lineage: Mapping[str, Any],
 ) -> str:
     """The README of a release.
 
@@ -28,7 +35,8 @@ def model_card(
         "SGLang serves whole draft vocabularies only, so not this drafter."
         if is_reduced
         else "SGLang: `--speculative-algorithm DSPARK --speculative-draft-model-path <this folder> --speculative-dspark-confidence-sts-path "
-        "calibration.json --speculative-dspark-sps-table-path sps.json`; it reads these two files when `SGLANG_RAGGED_VERIFY_MODE=compact`."
+        "calibration.json --speculative-dspark-sps-table-path sps_additive.json` (or `sps.json`); it reads these two files when "
+        "`SGLANG_RAGGED_VERIFY_MODE=compact`."
     )
     return f"""# DSpark drafter for {target_name}
 
@@ -71,8 +79,11 @@ It holds for the draft mode and temperature of its rounds. vLLM drafts greedily 
 ## Limits
 
 - For this target only: another one, a fine-tune of it too, accepts less.
-- vLLM {VLLM_TESTED} reads neither `calibration.json` nor `sps.json`: it uses raw confidences and measures its own cost tables.
-- `sps.json` was measured on one stack, with {sps.batch_tokens[0]} to {sps.batch_tokens[-1]} tokens a step. SGLang takes the probe at or below.
+- vLLM {VLLM_TESTED} reads neither `calibration.json` nor the `sps` files: it measures its own cost tables and uses raw confidences, but
+  for an installed `dspark-pipeline`, whose plug-in divides each confidence logit by its `sts_temperatures` in `config.json`.
+- The `sps` files were measured on one stack, with {sps.batch_tokens[0]} to {sps.batch_tokens[-1]} tokens a step. Of `sps.json` SGLang takes the
+  probe at or below. `sps_additive.json` is linear between probes: an inner probe that is left out is missed by up to
+  {additive.left_out_error:.0%} of its seconds. `sps_tensorrt.json` is for TensorRT-LLM's `confidence_sps_table_path`.
 - Tested with vLLM {VLLM_TESTED}: its own class loads this layout on a CPU and gives the same Markov bias, confidences and draft
   logits. That says nothing of the speed on a GPU.
 """

@@ -3,8 +3,8 @@
     model.safetensors  bf16: fc, hidden_norm, norm, layers.{i}.*, markov_head.markov_w1 and markov_w2, confidence_head.proj;
                        with a reduced draft vocabulary lm_head.weight [W, D] and d2t [W], int64 offsets, too
     config.json        all that an engine reads, at the top level: a missing key is a default that fails silently
-    calibration.json   temperatures in SGLang's form (dspark_sts_table.py)
-    sps.json           steps per second in SGLang's simple form (dspark_sps_table.py), and the two parts of each step's seconds
+                       (vLLM itself reads no `sts_temperatures`; pipelines/backends/vllm_plugin.py does)
+    calibration.json   temperatures, and sps.json, sps_additive.json, sps_tensorrt.json, costs of a step: dspark/serving_files.py
     serving.json       method, number of drafted tokens and conventions; the vLLM version that this layout was tested with
     report.json, lineage.json, README.md      what was measured, what it was made of, and the model card
     checksums.json     file name -> SHA-256, written last: without it there is no release
@@ -16,13 +16,10 @@ Shapes: D width, V target vocabulary, W draft vocabulary.
 """
 
 import hashlib
-import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
@@ -35,11 +32,12 @@ from dspark.drafters import build_drafter
 from dspark.drafters.base import Drafter, FrozenTables
 from dspark.families import check_tapped_layers, target_shape
 from dspark.scheduler import SpsTable
+from dspark.serving_files import CALIBRATION, SPS_FILES, AdditiveSps, check, read_json, read_sts, sps_files, write_json
 from dspark.storage import Storage
 from dspark.target import TargetHead
 
-WEIGHTS, CONFIG, CALIBRATION, SPS, SERVING = "model.safetensors", "config.json", "calibration.json", "sps.json", "serving.json"
-FILES = (WEIGHTS, CONFIG, CALIBRATION, SPS, SERVING, "report.json", "lineage.json", "README.md")
+WEIGHTS, CONFIG, SERVING, REPORT = "model.safetensors", "config.json", "serving.json", "report.json"
+FILES = (WEIGHTS, CONFIG, CALIBRATION, *SPS_FILES, SERVING, REPORT, "lineage.json", "README.md")
 CHECKSUMS = "checksums.json"
 VLLM_TESTED = "0.32.0"
 
@@ -62,7 +60,7 @@ _FIXED: dict[str, Any] = {
 _KEYS = {
     *_FIXED, "block_size", "markov_rank", "mask_token_id", "target_layer_ids", "num_target_layers", "num_hidden_layers", "layer_types",
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "rms_norm_eps",
-    "max_position_embeddings", "rope_parameters", "rope_theta",
+    "max_position_embeddings", "rope_parameters", "rope_theta", "sts_temperatures",
 }  # fmt: skip
 
 
@@ -73,6 +71,7 @@ def write_release(
     target_config: Mapping[str, Any],
     calibration: Calibration,
     sps: SpsTable,
+    additive: AdditiveSps,
     report: Mapping[str, Any],
     lineage: Mapping[str, Any],
     model_card: str,
@@ -86,21 +85,21 @@ def write_release(
     if found:
         rule = "a release is never published over another one"
         raise _error(storage.uri, f"holds {', '.join(found)}", rule, "publish to an empty place, or remove the files of the old release")
-    config = _config(drafter, head, target_config)
+    config = _config(drafter, head, target_config) | {"sts_temperatures": list(calibration.temperatures_K)}
     files = {
         WEIGHTS: save_safetensors(_tensors(drafter, head), metadata={"format": "pt"}),
-        CONFIG: _json(config),
+        CONFIG: write_json(config),
         CALIBRATION: calibration.to_json().encode(),
-        SPS: _json(_sps(sps)),
-        SERVING: _json(_serving(config)),
-        "report.json": _json(report),
-        "lineage.json": _json(lineage),
+        **sps_files(sps, additive, drafter.config.block_size),
+        SERVING: write_json(_serving(config)),
+        REPORT: write_json(report),
+        "lineage.json": write_json(lineage),
         "README.md": model_card.encode(),
     }
     _check(files)
     for name in FILES:
         storage.put(name, files[name])
-    storage.put(CHECKSUMS, _json({name: hashlib.sha256(files[name]).hexdigest() for name in FILES}))
+    storage.put(CHECKSUMS, write_json({name: hashlib.sha256(files[name]).hexdigest() for name in FILES}))
     return [*FILES, CHECKSUMS]
 
 
@@ -108,7 +107,7 @@ def check_release(storage: Storage) -> None:
     """ValueError unless every file is the one that was written and keeps the rules of the engines that read it."""
     if not storage.exists(CHECKSUMS):
         raise _error(storage.uri, f"no {CHECKSUMS}", "it is written last, so this is no whole release", "publish again, to an empty place")
-    checksums = _object(CHECKSUMS, storage.read(CHECKSUMS))
+    checksums = read_json(CHECKSUMS, storage.read(CHECKSUMS))
     if checksums.keys() != set(FILES):
         raise _error(CHECKSUMS, sorted(checksums), f"names {', '.join(FILES)}", "fetch the release again")
     files = {name: storage.read(name) for name in FILES if storage.exists(name)}
@@ -193,16 +192,6 @@ def _tensors(drafter: Drafter, head: TargetHead) -> dict[str, Tensor]:
     return tensors
 
 
-def _sps(sps: SpsTable) -> dict[str, Any]:
-    return {
-        "sample_batch_tokens": list(sps.batch_tokens),
-        "sample_steps_per_sec": sps.sps(np.array(sps.batch_tokens)).tolist(),
-        "max_batch_tokens": sps.batch_tokens[-1],
-        "draft_seconds": list(sps.draft_seconds),
-        "verify_seconds": list(sps.verify_seconds),
-    }
-
-
 def _serving(config: Mapping[str, Any]) -> dict[str, Any]:
     conventions = {key: config[key] for key in ("sample_from_anchor", "target_layer_ids", "mask_token_id")}
     method = {"method": "dspark", "num_speculative_tokens": config["block_size"], **conventions}
@@ -213,7 +202,7 @@ def _serving(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check(files: Mapping[str, bytes]) -> None:
-    config = _object(CONFIG, files[CONFIG])
+    config = read_json(CONFIG, files[CONFIG])
     missing = _KEYS - config.keys()
     if missing:
         raise _error(CONFIG, f"without {', '.join(sorted(missing))}", "these keys stand at the top level", "publish again")
@@ -227,11 +216,10 @@ def _check(files: Mapping[str, bytes]) -> None:
         raise _error(f"{CONFIG} mask_token_id", config["mask_token_id"], rule, "set target.mask_token_id and train again")
     check_tapped_layers(tuple(config["target_layer_ids"]), config["num_target_layers"], "dspark")
     _check_tensors(config, load_safetensors(files[WEIGHTS]))
-    Calibration.from_json(files[CALIBRATION], config["block_size"])
-    dataset = _object(CALIBRATION, files[CALIBRATION]).get("dataset", "")
-    if not isinstance(dataset, str):
-        raise _error(f"{CALIBRATION} dataset", dataset, "a string", "publish again")
-    _check_sps(_object(SPS, files[SPS]))
+    check(files, config["block_size"])
+    temperatures = list(read_sts(files[CALIBRATION], config["block_size"]).temperatures_K)
+    if config["sts_temperatures"] != temperatures:
+        raise _error(f"{CONFIG} sts_temperatures", config["sts_temperatures"], f"those of {CALIBRATION}, {temperatures}", "publish again")
 
 
 def _check_tensors(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -261,35 +249,6 @@ def _check_tensors(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> 
                 "offsets: id + d2t[id] ascend within the target's vocabulary",
                 "publish again",
             )
-
-
-def _check_sps(found: Mapping[str, Any]) -> None:
-    """The rules of SGLang's SpsCostTable; and more than one cost, for else every token looks free."""
-    tokens, speeds, most = (found.get(key) for key in ("sample_batch_tokens", "sample_steps_per_sec", "max_batch_tokens"))
-    if not isinstance(tokens, list) or not all(type(n) is int and n >= 1 for n in tokens) or tokens != sorted(set(tokens)):
-        raise _error(f"{SPS} sample_batch_tokens", tokens, "integers of at least 1, strictly increasing", "run the step profile_sps again")
-    if not isinstance(speeds, list) or not all(type(x) in (int, float) and 0 < x < math.inf for x in speeds) or len(speeds) != len(tokens):
-        raise _error(f"{SPS} sample_steps_per_sec", speeds, f"{len(tokens)} numbers above 0", "run the step profile_sps again")
-    if len(set(speeds)) < 2:
-        raise _error(f"{SPS} sample_steps_per_sec", speeds, "at least 2 distinct costs", "probe larger batches in the step profile_sps")
-    if type(most) is not int or most < tokens[-1]:
-        raise _error(
-            f"{SPS} max_batch_tokens", most, f"an integer of at least the last probe, {tokens[-1]}", "run the step profile_sps again"
-        )
-
-
-def _object(name: str, data: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(data)
-    except ValueError as error:
-        raise _error(name, data[:40], f"a JSON object ({error})", "publish again") from error
-    if not isinstance(found, dict):
-        raise _error(name, data[:40], "a JSON object", "publish again")
-    return found
-
-
-def _json(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(value, indent=1, allow_nan=False).encode()
 
 
 def _error(field: str, value: Any, rule: str, fix: str) -> ValueError:

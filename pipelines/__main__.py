@@ -3,7 +3,8 @@
 A target cache that would not fit where it is to lie is refused here, before anything is begun (sizing.py).
 Each point of a sweep (`-m`) is a run of its own; one that fails leaves the others alone, and a table of them all ends it (sweep.py).
 Nothing heavy is imported before the plan is known: with nothing to do, neither torch nor Ray is ever loaded.
-Exit status: 0 done, 1 a step failed or damage was found, 2 the request itself is wrong, 130 interrupted.
+Exit status: 0 done, 1 a step failed, damage was found (mode=verify) or a calibration no longer holds (mode=drift: 0 is keep), 2 the
+request itself is wrong, 130 interrupted.
 """
 
 import json
@@ -33,6 +34,8 @@ def main(settings: Settings, plain: dict[str, Any], screen: RichScreen) -> tuple
         return 0, {}
     if settings.mode == "verify":
         return _verify(settings, planned, root, screen), {}
+    if settings.mode == "drift":
+        return _drift(settings, planned, root, screen), {}
     screen.plan(planned, root.uri)
     if size := sizing.estimate(settings, planned, root):
         screen.cache_size(size, settings.stage.cache_targets)
@@ -81,6 +84,25 @@ def _verify(settings: Settings, planned: Sequence[runner.Planned], root: Storage
         executor.close()
     screen.verified(reports)
     return int(any(report.problems for report in reports))
+
+
+def _drift(settings: Settings, planned: Sequence[runner.Planned], root: Storage, screen: RichScreen) -> int:
+    """Judges a calibration by new rounds; 1 when it no longer holds."""
+    from pipelines import drift
+
+    assert settings.rounds is not None
+    if settings.release is not None:
+        calibrated = drift.read_calibrated(flow.absolute(settings.release), None)
+    else:
+        found = [item for item in planned if item.step.name == "calibrate" and item.verdict.record]
+        if not found:
+            raise ValueError(
+                f"mode=drift: {root.uri} holds no finished calibration of this config. Fix: run the pipeline first, or release=<uri>"
+            )
+        calibrated = drift.read_calibrated(f"{root.uri}/{found[0].step.folder}", settings.drafter.block_size)
+    report, uri = drift.run(calibrated, drift.read_rounds(flow.absolute(settings.rounds)), settings.stage.calibrate, root)
+    screen.drift(report, uri)
+    return int(report["verdict"] == drift.RECALIBRATE)
 
 
 def _states(planned: Sequence[runner.Planned], root: Storage) -> dict[str, str]:

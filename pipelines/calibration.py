@@ -36,8 +36,8 @@ DEFINITIONS = {
     "ece": "expected calibration error over num_bins bins of equal width, a fraction",
     "ece_mass": "the same over bins of equally many rounds",
     "ece_floor": "the ece to be expected of these predictions if they were true, rounds taken as independent: what this number of rounds resolves",
-    "interval": "low, high: 95 % percentile bootstrap over prompts. Noise raises a small ECE and does so again in a resample, so its interval "
-    "lies high; null with a single prompt",
+    "interval": "low, high: 95 % bootstrap over prompts; null with a single prompt. Of ece and ece_mass 2 * estimate - percentile, cut at 0, since "
+    "noise raises an ECE and does so again in a resample: it may lie below the estimate. Of all else percentiles",
     "change": "sts - other method on the same resamples; of ECE read the sign of the interval only",
     "positions_worse": "where the whole interval of the change of ece from raw to sts on the test rounds is above 0",
     "fallback_positions": "proposed in fewer than min_rounds rounds of the fit (platt, isotonic: or never reached): as the head predicts",
@@ -109,7 +109,7 @@ def _view(
         for metric in METRICS:
             value_SK = resample(metric, survival_NK, outcome_NK, prompts, num_bins=stage.num_bins, num_resamples=num_resamples)
             values[name, metric] = value_SK
-            found = estimates(value_SK)
+            found = estimates(value_SK, is_ece=metric in ("ece", "ece_mass"))
             mean[metric] = asdict(found.mean)
             for position, estimate in zip(positions, found.position_K, strict=True):
                 position[metric] = asdict(estimate)
@@ -196,18 +196,25 @@ def _numbers(estimate: Mapping[str, float | None]) -> tuple[float, float, float]
 
 
 def _reliability(setting: Mapping[str, Any]) -> bytes:
-    """One column a position: predicted survival against the share that survived, raw and after STS, and the counts below."""
+    methods = setting["test"]["all"]["methods"]
+    qualities = {name: [{**p, "ece": p["ece"]["estimate"]} for p in methods[name]["positions"]] for name in ("raw", "sts")}
+    return reliability_figure(qualities, setting["temperatures"])
+
+
+def reliability_figure(qualities: Mapping[str, Sequence[Mapping[str, Any]]], temperatures: Sequence[float]) -> bytes:
+    """One column a position: predicted survival against the share that survived, of two calibrations, and the counts below.
+
+    `qualities`: name -> `ece` and `reliability` of each position.
+    """
     from matplotlib.figure import Figure
 
-    temperatures, methods = setting["temperatures"], setting["test"]["all"]["methods"]
     figure = Figure(figsize=(2.3 * len(temperatures) + 0.6, 4.2), layout="constrained")
     axes = figure.subplots(2, len(temperatures), squeeze=False, sharex=True, height_ratios=(3, 1))
     for k, temperature in enumerate(temperatures):
         top, bottom = axes[0][k], axes[1][k]
         top.plot([0, 1], [0, 1], color="grey", linewidth=0.8, linestyle="--")
-        for name, colour in (("raw", "tab:orange"), ("sts", "tab:blue")):
-            position = methods[name]["positions"][k]
-            bins, ece = position["reliability"], position["ece"]["estimate"]
+        for (name, positions), colour in zip(qualities.items(), ("tab:orange", "tab:blue"), strict=True):
+            bins, ece = positions[k]["reliability"], positions[k]["ece"]
             label = f"{name}: ECE {100 * ece:.1f} %" if ece is not None else name
             top.plot(
                 [b["mean_probability"] for b in bins], [b["mean_outcome"] for b in bins], "o-", markersize=3, color=colour, label=label

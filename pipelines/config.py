@@ -136,6 +136,12 @@ def _check(settings: Settings) -> None:
 
     stage, drafter, cluster = settings.stage, settings.drafter, settings.cluster
     require(settings.until is None or settings.until in STEPS, "until", settings.until, f"must be one of {', '.join(STEPS)}", "until=train")
+    is_drift = settings.mode == "drift"
+    require(
+        not is_drift or settings.rounds is not None, "rounds", None, "mode=drift judges new rounds", "rounds=<file or folder of rounds>"
+    )
+    for path, uri in (("rounds", settings.rounds), ("release", settings.release)):
+        require(is_drift or uri is None, path, uri, "only mode=drift reads it", f"mode=drift {path}={uri}")
     unknown = [name for name in settings.rebuild if name not in STEPS]
     require(not unknown, "rebuild", list(settings.rebuild), f"may only hold {', '.join(STEPS)}", "rebuild=[train]")
     for path, value in (

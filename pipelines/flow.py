@@ -295,7 +295,7 @@ def _second_half(
     )
     publish = Step(
         "publish",
-        1,
+        2,
         "pipelines.stages.publish:run",
         PublishConfig(stage.publish, identity, block_size),
         {"drafter": train, "report": evaluate, "calibration": calibrate, "profile": profile_sps, "schedule": schedule},

@@ -203,13 +203,15 @@ class RichScreen:
             for k, temperature in enumerate(found["temperatures"]):
                 sts = methods["sts"]["positions"][k]
                 survived = f"{sts['num_survivors'] / sts['num_rounds']:.3f}" if sts["num_rounds"] else "-"
-                cells = [_percent(method["positions"][k]["ece"], has_interval=False) for method in methods.values()]
+                cells = [_estimate(method["positions"][k]["ece"], ".1f", 100.0, has_interval=False) for method in methods.values()]
                 floor = "-" if sts["ece_floor"] is None else f"{100 * sts['ece_floor']:.1f}"
-                moved = _percent(change["position_K"][k], digits=2)
+                moved = _estimate(change["position_K"][k], ".2f", 100.0)
                 table.add_row(f"position {k + 1}", f"{temperature:.2f}", f"{sts['num_rounds']:,}", survived, *cells, floor, moved)
             floor = methods["sts"]["mean"]["ece_floor"]
-            means = [_percent(method["mean"]["ece"]) for method in methods.values()]
-            table.add_row("mean", "", "", "", *means, "-" if floor is None else f"{100 * floor:.1f}", _percent(change["mean"], digits=2))
+            means = [_estimate(method["mean"]["ece"], ".1f", 100.0) for method in methods.values()]
+            table.add_row(
+                "mean", "", "", "", *means, "-" if floor is None else f"{100 * floor:.1f}", _estimate(change["mean"], ".2f", 100.0)
+            )
             self._line("")
             self._console.print(table)
             self._line(
@@ -219,6 +221,28 @@ class RichScreen:
             if short:
                 why = "too few rounds, stage.calibrate.min_rounds; raw confidences kept"
                 self._line(f"positions not fitted ({why}): {'; '.join(short)}", "yellow")
+
+    def drift(self, report: Mapping[str, Any], uri: str) -> None:
+        """A calibration on new rounds, by position and domain, and the verdict."""
+        now, temperatures, before = report["ece_now"], report["temperatures"], report["ece_at_calibration"]
+        table = _table("position", "temperature", "refitted", "ECE at calibration", "ECE now", "change by refitting, held out")
+        changes = [*report["change_by_refit"]["position_K"], report["change_by_refit"]["mean"]]
+        rows = zip(temperatures["released"], temperatures["refitted"], before["position_K"], now["all"]["position_K"], strict=True)
+        cells = [(str(k), f"{old:.2f}", f"{new:.2f}", ece, estimate) for k, (old, new, ece, estimate) in enumerate(rows, 1)]
+        cells.append(("mean", "", "", before["mean"], now["all"]["mean"]))
+        for (name, old, new, ece, estimate), change in zip(cells, changes, strict=True):
+            table.add_row(name, old, new, "-" if ece is None else f"{ece:.3f}", _estimate(estimate, ".3f"), _estimate(change, "+.3f"))
+        self._console.print(table)
+        table = _table("domain", "rounds", "requests", "ECE now, mean over positions")
+        for domain, found in now.items():
+            table.add_row(domain, f"{found['num_rounds']:,}", f"{found['num_requests']:,}", _estimate(found["mean"], ".3f"))
+        self._line("")
+        self._console.print(table)
+        self._line("in brackets 95 % bootstrap intervals over requests")
+        self._line(f"verdict: {report['verdict']}", "bold yellow" if report["reasons"] else "bold green")
+        for reason in report["reasons"]:
+            self._line(f"  {reason}")
+        self._line(f"refitted temperatures, report and figure: {uri}")
 
     def sweep(self, columns: Sequence[str], rows: Sequence[Sequence[str]], uri: str) -> None:
         """What the points of a sweep came to, and where that is kept."""
@@ -277,15 +301,16 @@ def _length(summary: Mapping[str, Any] | None) -> str:
     if summary is None:
         return "-"
     low, high = summary["accepted_length_interval"]
-    return f"{summary['accepted_length']:.2f} [{low:.2f}, {high:.2f}]"
+    return _estimate({"estimate": summary["accepted_length"], "low": low, "high": high}, ".2f")
 
 
-def _percent(estimate: Mapping[str, float | None], digits: int = 1, has_interval: bool = True) -> str:
-    value, low, high = (estimate[key] for key in ("estimate", "low", "high"))
+def _estimate(found: Mapping[str, float | None], form: str, scale: float = 1.0, has_interval: bool = True) -> str:
+    """A value with its interval, as far as they are there: `1.70 [1.62, 1.79]`."""
+    value, low, high = (found[key] for key in ("estimate", "low", "high"))
     if value is None:
         return "-"
-    interval = f" [{100 * low:.{digits}f}, {100 * high:.{digits}f}]" if has_interval and low is not None and high is not None else ""
-    return f"{100 * value:.{digits}f}{interval}"
+    interval = f" [{scale * low:{form}}, {scale * high:{form}}]" if has_interval and low is not None and high is not None else ""
+    return f"{scale * value:{form}}{interval}"
 
 
 def _pace(progress: Progress, samples: deque[tuple[float, int]]) -> str:

@@ -250,7 +250,11 @@ class ClusterConfig:
 
 @dataclass(frozen=True)
 class Settings:
-    mode: Literal["run", "plan", "status", "verify"]
+    """`rounds` and `release` are read by mode=drift alone."""
+
+    mode: Literal["run", "plan", "status", "verify", "drift"]
+    rounds: str | None
+    release: str | None
     until: str | None
     rebuild: tuple[str, ...]
     target: TargetConfig

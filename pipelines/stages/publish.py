@@ -34,7 +34,7 @@ def run(config: PublishConfig, inputs: Mapping[str, Artifact], out: Storage, wor
     drafter = load_drafter(open_storage(inputs["drafter"].uri), Drafter.FOLDER, head, config.target.weights, torch.bfloat16)
     fitted = calibration.Calibration.from_json(open_storage(inputs["calibration"].uri).read(Calibration.CALIBRATION), config.block_size)
     profile = read_profile(inputs["profile"])
-    sps = _table(profile, config.block_size)
+    sps, additive = _table(profile, config.block_size), _additive(profile)
     report = {
         "evaluation": json.loads(open_storage(inputs["report"].uri).read(EvalReport.REPORT)),
         "calibration": json.loads(open_storage(inputs["calibration"].uri).read(Calibration.REPORT)),
@@ -42,13 +42,13 @@ def run(config: PublishConfig, inputs: Mapping[str, Artifact], out: Storage, wor
         "sps": profile,
     }
     lineage = {**_lineage(config, inputs), "calibrated for": report["calibration"]["setting"]}
-    card = model_card(drafter, config.target.name, fitted, sps, report["evaluation"], lineage)
+    card = model_card(drafter, config.target.name, fitted, sps, additive, report["evaluation"], lineage)
     place = open_storage(f"{out.uri}/{Release.FOLDER}")
     if not place.exists(release.CHECKSUMS):
         for name in place.list():  # begun by a run that was killed
             place.remove(name)
         target_config = json.loads((folder / "config.json").read_text())
-        release.write_release(place, drafter, head, target_config, fitted, sps, report, lineage, card)
+        release.write_release(place, drafter, head, target_config, fitted, sps, additive, report, lineage, card)
     release.check_release(place)
     work.report(Progress(1, 1, "release"))
     files = file_checksums(out, [f"{Release.FOLDER}/{name}" for name in (*release.FILES, release.CHECKSUMS)])
@@ -66,6 +66,13 @@ def _table(profile: Mapping[str, Any], block_size: int) -> Any:
     num_requests = -(-np.array(verify["batch_tokens"]) // (block_size + 1))
     draft_seconds = np.interp(num_requests, draft["num_requests"], draft["seconds"])
     return SpsTable(tuple(verify["batch_tokens"]), tuple(draft_seconds.tolist()), tuple(verify["seconds"]))
+
+
+def _additive(profile: Mapping[str, Any]) -> Any:
+    from dspark.serving_files import AdditiveSps
+
+    verify, draft = profile["engines"][ENGINE]["verify"], profile["engines"][ENGINE]["draft"]
+    return AdditiveSps.of(draft["num_requests"], draft["seconds"], verify["batch_tokens"], verify["seconds"])
 
 
 def _lineage(config: PublishConfig, inputs: Mapping[str, Artifact]) -> dict[str, Any]:

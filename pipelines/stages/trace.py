@@ -7,7 +7,7 @@ finished text (`dspark.trace.every_position`), which lets the replay continue fr
 The first of stage.trace.settings is the one that is served. Of the others there are rounds alone, for the report of calibrate.
 
 Units of work are chunks of a split's prompts under one setting; a unit counts once it has its receipt. Files, by the number of
-the setting: `rounds-<split>-0-0000.parquet`, `positions-test-0-0000.parquet` (schema: dspark/rounds.py).
+the setting: `rounds-0-<split>-0000.parquet`, `positions-0-test-0000.parquet` (schema: dspark/rounds.py).
 """
 
 import json
@@ -51,11 +51,11 @@ class Unit:
 
     @property
     def rounds(self) -> str:
-        return f"rounds-{self.split}-{self.setting}-{self.number:04d}"
+        return f"rounds-{self.setting}-{self.split}-{self.number:04d}"
 
     @property
     def positions(self) -> str:
-        return f"positions-{self.split}-{self.setting}-{self.number:04d}"
+        return f"positions-{self.setting}-{self.split}-{self.number:04d}"
 
     @property
     def has_positions(self) -> bool:
@@ -97,13 +97,13 @@ def run(config: TraceConfig, inputs: Mapping[str, Artifact], out: Storage, work:
 
 def num_settings(artifact: Artifact) -> int:
     """Of how many settings there are rounds."""
-    return len({name.split("-")[2] for name in artifact.record["files"] if name.startswith("rounds-")})
+    return len({name.split("-")[1] for name in artifact.record["files"] if name.startswith("rounds-")})
 
 
 def read_rounds(artifact: Artifact, kind: str, split: str, setting: int = SERVED) -> list[Round]:
     """`kind`: rounds | positions, the latter of the served setting only."""
     storage = open_storage(artifact.uri)
-    names = sorted(name for name in artifact.record["files"] if name.startswith(f"{kind}-{split}-{setting}-"))
+    names = sorted(name for name in artifact.record["files"] if name.startswith(f"{kind}-{setting}-{split}-"))
     return [r for name in names for r in from_parquet(storage.read(name))]
 
 

@@ -411,6 +411,31 @@ def test_estimates_are_the_rounds_themselves_and_percentiles_of_the_resamples():
     assert dataclasses.astuple(estimates(value_SK[:1]).mean) == (pytest.approx(value_SK[0].mean()), None, None)
 
 
+def test_estimates_of_an_ece_are_percentiles_mirrored_at_the_rounds_themselves_and_never_below_zero():
+    value_SK = np.random.default_rng(0).random((41, 3))
+    for estimate, value_S in zip(estimates(value_SK, is_ece=True).position_K, value_SK.T, strict=True):
+        low, high = np.percentile(value_S[1:], [2.5, 97.5])
+        mirrored = max(value_S[0] - (high - value_S[0]), 0.0), max(value_S[0] + (value_S[0] - low), 0.0)
+        assert dataclasses.astuple(estimate) == pytest.approx((value_S[0], *mirrored), abs=1e-12)
+    assert dataclasses.astuple(estimates(np.array([[0.1], [0.5], [0.5]]), is_ece=True).mean) == (0.1, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("metric", ["ece", "ece_mass"])
+def test_interval_of_an_ece_covers_the_truth_where_percentiles_would_not(metric):
+    """Predictions 0.03 too high everywhere: the ECE is 0.03. Percentiles of resamples lie above it, for noise raises an ECE."""
+    hits = {True: 0, False: 0}
+    for seed in range(40):
+        generator = np.random.default_rng(seed)
+        p_NK = generator.uniform(0.15, 0.95, (2000, 1))
+        outcome_NK = (generator.random((2000, 1)) < p_NK - 0.03).astype(float)
+        value_SK = resample(metric, p_NK, outcome_NK, np.arange(2000) // 4, num_resamples=200, seed=seed)
+        for is_ece in hits:
+            found = estimates(value_SK, is_ece=is_ece).mean
+            hits[is_ece] += found.low <= 0.03 <= found.high
+    assert hits[True] >= 34
+    assert hits[False] < 20
+
+
 def test_bootstrap_of_the_same_survivals_is_zero():
     before_NK, _, outcome_NK, prompts = _bootstrap_arguments(0)
     for metric in ("ece", "auroc"):

@@ -14,6 +14,7 @@ from dspark.layers import Rotation
 from dspark.model_card import model_card
 from dspark.release import CHECKSUMS, FILES, check_release, write_release
 from dspark.scheduler import SpsTable
+from dspark.serving_files import AdditiveSps, read_additive
 from dspark.storage import LocalStorage
 from dspark.target import TargetHead
 from tests.dspark import tiny
@@ -24,6 +25,7 @@ TARGET_CONFIG = {
     "max_position_embeddings": 512, "tie_word_embeddings": True, "attention_bias": True, "hidden_act": "gelu", "sliding_window": 7,
 }  # fmt: skip
 SPS = SpsTable((1, 8, 64), (0.001, 0.001, 0.002), (0.009, 0.019, 0.048))
+ADDITIVE = AdditiveSps.of((1, 2, 16), (0.001, 0.0015, 0.002), (1, 8, 64), (0.009, 0.019, 0.048))
 SUMMARY = {"accepted_length": 1.234, "accepted_length_interval": [1.2, 1.3]}
 REPORT = {"settings": {"t1-probabilistic": {"test": {"all": SUMMARY, "math": SUMMARY}, "gsm8k": {"all": SUMMARY}}}}
 LINEAGE = {"train": {"fingerprint": "1a2b3c4d", "lr": 0.003}}
@@ -41,7 +43,7 @@ def _write(folder, drafter=None, *, target_config=TARGET_CONFIG, head=None, cali
     storage = LocalStorage(str(folder))
     drafter = drafter or tiny.drafter("dspark", tiny.REDUCED)
     calibration = calibration or _calibration()
-    names = write_release(storage, drafter, head or _head(), target_config, calibration, sps, REPORT, LINEAGE, "the card")
+    names = write_release(storage, drafter, head or _head(), target_config, calibration, sps, ADDITIVE, REPORT, LINEAGE, "the card")
     assert sorted(names) == storage.list()
     return storage, drafter
 
@@ -94,7 +96,7 @@ def test_release_config_says_everything_at_the_top_level(tmp_path, draft_ids):
         "rope_theta": 100.0, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}, "tie_word_embeddings": False,
         "layer_types": ["full_attention", "full_attention"], "use_sliding_window": False, "sliding_window": None,
         "num_target_layers": 6, "target_layer_ids": [1, 3, 4], "mask_token_id": 22, "block_size": 4, "sample_from_anchor": True,
-        "markov_rank": 5, "markov_head_type": "vanilla", "enable_confidence_head": True, "confidence_head_with_markov": True,
+        "markov_rank": 5, "markov_head_type": "vanilla", "sts_temperatures": [1.2, 1.2, 1.2, 1.2], "enable_confidence_head": True, "confidence_head_with_markov": True,
         **({} if draft_ids is None else {"draft_vocab_size": 9}),
     }  # fmt: skip
 
@@ -143,6 +145,9 @@ def test_release_holds_calibration_costs_and_conventions(tmp_path):
     assert (sps["sample_batch_tokens"], sps["max_batch_tokens"]) == ([1, 8, 64], 64)
     assert sps["sample_steps_per_sec"] == pytest.approx([100.0, 50.0, 20.0])
     assert SpsTable(tuple(sps["sample_batch_tokens"]), tuple(sps["draft_seconds"]), tuple(sps["verify_seconds"])) == SPS
+    assert read_additive(storage.read("sps_additive.json"), tiny.BLOCK) == ADDITIVE
+    tensorrt = _json(storage, "sps_tensorrt.json")
+    assert (tensorrt["token_counts"], tensorrt["step_time_ms"]) == ([1, 8, 64], pytest.approx([10.0, 20.0, 50.0]))
     assert _json(storage, "serving.json") == {
         "method": "dspark", "num_speculative_tokens": 4, "sample_from_anchor": True, "target_layer_ids": [1, 3, 4],
         "layer_convention": "output_of_layer", "mask_token_id": 22, "vllm_tested": "0.32.0",
@@ -158,7 +163,7 @@ def test_release_checksums_are_of_every_other_file_and_written_last(tmp_path):
 
     written, storage = [], Recorded(str(tmp_path))
     drafter = tiny.drafter("dspark")
-    names = write_release(storage, drafter, _head(), TARGET_CONFIG, _calibration(), SPS, REPORT, LINEAGE, "the card")
+    names = write_release(storage, drafter, _head(), TARGET_CONFIG, _calibration(), SPS, ADDITIVE, REPORT, LINEAGE, "the card")
     assert names == written == [*FILES, CHECKSUMS]
     assert _json(storage, CHECKSUMS) == {name: hashlib.sha256(storage.read(name)).hexdigest() for name in FILES}
 
@@ -180,7 +185,7 @@ def test_release_over_another_one_is_refused_and_changes_nothing(tmp_path, name)
 def test_release_beside_files_that_are_not_its_own_is_written(tmp_path):
     (tmp_path / "record.json").write_bytes(b"{}")
     names = write_release(
-        LocalStorage(str(tmp_path)), tiny.drafter("dspark"), _head(), TARGET_CONFIG, _calibration(), SPS, REPORT, LINEAGE, ""
+        LocalStorage(str(tmp_path)), tiny.drafter("dspark"), _head(), TARGET_CONFIG, _calibration(), SPS, ADDITIVE, REPORT, LINEAGE, ""
     )
     assert "record.json" not in names
     check_release(LocalStorage(str(tmp_path)))
@@ -193,7 +198,7 @@ def test_release_beside_files_that_are_not_its_own_is_written(tmp_path):
         ({"drafter": tiny.drafter("one_plus_n")}, "drafter.sample_from_anchor: False: a release is of the anchor-first layout"),
         ({"drafter": tiny.drafter("sliding")}, r"drafter.sliding_layers: \[1\]: unless told otherwise, engines run sliding layers"),
         ({"calibration": _calibration(7)}, "temperatures: .* one temperature for each of the 4 drafted positions"),
-        ({"sps": SpsTable((8,), (0.0,), (0.01,))}, "at least 2 distinct costs"),
+        ({"sps": SpsTable((8,), (0.0,), (0.01,))}, "at least 2 probes"),
         ({"sps": SpsTable((1, 8), (0.0, 0.0), (0.01, 0.01))}, "at least 2 distinct costs"),
         ({"target_config": {**TARGET_CONFIG, "rms_norm_eps": 1e-6}}, "target_config: .* the target that the drafter was trained for"),
         ({"target_config": {**TARGET_CONFIG, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}}}, "target_config: .* the target that"),
@@ -255,14 +260,10 @@ def _rewrite(storage, name, data):
         ("calibration.json", {"temperatures": [1.0, 1.0, 0.0, 1.0]}, "temperatures: .*above 0"),
         ("calibration.json", {"temperatures": [1.0] * 5}, "temperatures: .*one temperature for each of the 4"),
         ("calibration.json", {"ece_before": 0.1}, "ece_before: 0.1: a list of numbers"),
-        ("calibration.json", {"dataset": 3}, "dataset: 3: a string"),
-        ("sps.json", {"sample_batch_tokens": []}, "sample_steps_per_sec: .*0 numbers"),
         ("sps.json", {"sample_batch_tokens": [1, 8, 8]}, "sample_batch_tokens: .*strictly increasing"),
-        ("sps.json", {"sample_batch_tokens": [1.0, 8, 64]}, "sample_batch_tokens: .*integers"),
-        ("sps.json", {"sample_steps_per_sec": [100.0, 50.0]}, "sample_steps_per_sec: .*3 numbers above 0"),
-        ("sps.json", {"sample_steps_per_sec": [100.0, 50.0, 0.0]}, "sample_steps_per_sec: .*3 numbers above 0"),
-        ("sps.json", {"sample_steps_per_sec": [50.0, 50.0, 50.0]}, "at least 2 distinct costs"),
-        ("sps.json", {"max_batch_tokens": 63}, "max_batch_tokens: 63: an integer of at least the last probe, 64"),
+        ("sps_additive.json", {"block_size": 7}, "sps_additive.json block_size: 7: 4, the block size of the drafter"),
+        ("sps_tensorrt.json", {"step_time_ms": [10.0, 20.0, 51.0]}, "sps_tensorrt.json: .*the seconds of sps.json"),
+        ("config.json", {"sts_temperatures": [1.2, 1.2, 1.2, 1.3]}, r"config.json sts_temperatures: .*those of calibration.json, \[1.2, 1.2"),
         ("config.json", {"architectures": ["DSparkSpeculator"]}, "config.json architectures: .*must be .*Qwen3DSparkModel"),
         ("config.json", {"model_type": "dspark"}, "config.json model_type: dspark: must be qwen3"),
         ("config.json", {"sample_from_anchor": False}, "sample_from_anchor: False: must be True"),
@@ -314,7 +315,7 @@ def test_check_of_a_file_that_is_no_object_is_refused(tmp_path, data):
     ("draft_ids", "sglang"), [(None, "--speculative-algorithm DSPARK"), (tiny.REDUCED, "SGLang serves whole draft vocabularies only")]
 )
 def test_model_card_says_what_was_made_measured_and_how_to_serve_it(draft_ids, sglang):
-    card = model_card(tiny.drafter("dspark", draft_ids), "tiny-llama", _calibration(), SPS, REPORT, LINEAGE)
+    card = model_card(tiny.drafter("dspark", draft_ids), "tiny-llama", _calibration(), SPS, ADDITIVE, REPORT, LINEAGE)
     assert """--speculative-config '{"method": "dspark", "model": "<this folder>", "num_speculative_tokens": 4}'""" in card
     table = card[card.index("| decoding") : card.index("## Serving")].strip().splitlines()
     assert table == [

@@ -73,8 +73,8 @@ def test_trunk_local_run_makes_every_artifact_with_its_record(finished: Path) ->
     assert list(calibration["settings"]) == ["t0-greedy", "t1-probabilistic"]
     assert calibration["setting"] == {"temperature": 0.0, "draft_mode": "greedy"}
     traced = {path.name for path in finished.glob("trace/*/*.parquet")}
-    assert {"rounds-test-0-0000.parquet", "rounds-test-1-0000.parquet", "positions-test-0-0000.parquet"} <= traced
-    assert "positions-test-1-0000.parquet" not in traced
+    assert {"rounds-0-test-0000.parquet", "rounds-1-test-0000.parquet", "positions-0-test-0000.parquet"} <= traced
+    assert "positions-1-test-0000.parquet" not in traced
     rows = json.loads(next(finished.glob("schedule/*/report.json")).read_text())["rows"]
     assert {(row["confidences"], row["num_requests"]) for row in rows} == {(c, n) for c in ("raw", "calibrated") for n in (1, 4, 16)}
     assert made["train"]["inputs"]["cache"]["payload_sha256"] == made["cache_targets"]["payload_sha256"]
@@ -97,6 +97,22 @@ def test_trunk_release_that_was_left_half_written_is_written_anew(finished: Path
     (place / "lineage.json").write_bytes(b"{")
     assert verdicts(pipeline(finished)) == {**dict.fromkeys(STEPS, "hit"), "publish": "run"}
     assert {path.name: path.read_bytes() for path in place.iterdir()} == whole
+
+
+def test_trunk_calibration_is_judged_by_rounds_alike_from_its_artifact_and_from_the_release(finished: Path) -> None:
+    rounds = next(finished.glob("trace/*")) / "rounds-0-"
+    reports = {}
+    for words in ([], [f"release={next(finished.glob('publish/*/release'))}"]):
+        process = start(finished, "mode=drift", f"rounds={rounds}", *words)
+        output, _ = process.communicate(timeout=600)
+        place = Path(re.findall(r"^refitted temperatures, report and figure: (.*)$", output, re.MULTILINE)[0])
+        report = json.loads((place / "report.json").read_text())
+        assert process.returncode == {"keep": 0, "recalibrate": 1}[report["verdict"]], output
+        reports[report.pop("calibration")["uri"]] = report
+    assert len(reports) == 2
+    first, second = reports.values()
+    assert first == second
+    assert first["ece_now"]["all"]["num_requests"] == 12
 
 
 def test_trunk_trains_from_a_lossy_compressed_cache(finished: Path, tmp_path: Path) -> None:

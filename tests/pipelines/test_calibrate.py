@@ -77,7 +77,7 @@ def test_view_of_a_domain_is_that_of_its_test_rounds_under_the_fit_on_the_others
         wanted = quality(survival_NK, outcome_NK)
         for metric in METRICS:
             values[name, metric] = resample(metric, survival_NK, outcome_NK, prompts, num_resamples=0 if domain == "chat" else 40)
-            of = estimates(values[name, metric])
+            of = estimates(values[name, metric], is_ece=metric.startswith("ece"))
             assert method["mean"][metric] == close(of.mean)
             assert [position[metric] for position in method["positions"]] == [close(estimate) for estimate in of.position_K]
             values_K = [position[metric]["estimate"] for position in method["positions"]]
@@ -144,7 +144,7 @@ def test_step_calibrates_the_served_setting_and_reports_every_one(tmp_path: Path
         for split, seed in (("calibrate", 2), ("test", 3)):
             rounds = make_rounds(split, seed, scale, setting)
             for part, members in enumerate((rounds[:200], rounds[200:])):
-                name = f"rounds-{split}-{number}-{part:04d}.parquet"
+                name = f"rounds-{number}-{split}-{part:04d}.parquet"
                 store.put(name, to_parquet(members))
                 files[name] = ""
     out = LocalStorage(str(tmp_path / "out"))
