@@ -52,6 +52,11 @@ class StepTiming:
         return self.verify_seconds + self.overhead_seconds
 
 
+def even_lengths(batch_tokens: int, num_requests: int) -> np.ndarray:
+    """[R]: drafted tokens of each request in a step of so many tokens, anchors included, as even as can be."""
+    return np.full(num_requests, batch_tokens // num_requests - 1) + (np.arange(num_requests) < batch_tokens % num_requests)
+
+
 def check_timings(timings: Sequence[StepTiming], max_spread: float) -> None:
     """ValueError for timings that no scheduler should trust.
 
