@@ -261,6 +261,7 @@ def _check(settings: Settings) -> None:
         ("stage.calibrate.num_resamples", stage.calibrate.num_resamples, 1),
         ("stage.profile_sps.num_repeats", stage.profile_sps.num_repeats, 1),
         ("stage.profile_sps.max_spread", stage.profile_sps.max_spread, 0),
+        ("stage.profile_sps.min_rank_correlation", stage.profile_sps.min_rank_correlation, -1),
         ("stage.schedule.num_steps", stage.schedule.num_steps, 1),
         ("stage.schedule.num_warmup_steps", stage.schedule.num_warmup_steps, 0),
         ("stage.schedule.lag_rounds", stage.schedule.lag_rounds, 1),

@@ -191,6 +191,7 @@ class ProfileSpsStage:
     context_tokens: tuple[int, ...]
     num_repeats: int
     max_spread: float  # interquartile range over median, of four fifths of all sizes at least
+    min_rank_correlation: float  # of time with size, in the steps of the most requests
     precision: Literal["bf16", "fp32"]
     seed: int
 

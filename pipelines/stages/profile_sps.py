@@ -60,7 +60,7 @@ def run(config: ProfileSpsConfig, inputs: Mapping[str, Artifact], out: Storage, 
     out.put(SpsProfile.TIMINGS, json.dumps(raw).encode())  # before they are judged: a refused run can be looked at
     curves: dict[str, list[dict[str, Any]]] = {}
     for name, rows in timings.items():
-        check_timings(rows, stage.max_spread)
+        check_timings(rows, stage.max_spread, stage.min_rank_correlation)
         curves[name] = []
         for curve in StepProfile.of(rows).curves:
             of_curve = [t for t in rows if (t.context_tokens, t.num_requests) == (curve.context_tokens, curve.num_requests)]
