@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from dspark.step_cost import StepProfile, StepTiming
 
 FIGURE = "sps.png"
-LARGE_TOKENS = 512  # steps of more are measured half as often
+LARGE_TOKENS = 256  # steps of more are measured half as often
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,9 @@
 """The profile's plan, what its readers refuse, and the table that is published from it."""
 
 import json
+import os
+import subprocess
+import sys
 from collections import Counter
 
 import numpy as np
@@ -8,7 +11,9 @@ import pytest
 
 from dspark.step_cost import StepProfile, StepTiming
 from dspark.storage import LocalStorage
+from pipelines import targets
 from pipelines.artifacts import SpsProfile
+from pipelines.config import PROJECT_ROOT, compose
 from pipelines.settings import ProfileSpsStage
 from pipelines.stages import publish
 from pipelines.stages.profile_sps import _repeated_sizes, check_identity, read_profile, step_profile
@@ -26,7 +31,7 @@ IDENTITY = {
 def test_sizes_of_a_number_of_requests_are_the_grids_with_both_ends_and_large_ones_half_as_often():
     assert Counter(_repeated_sizes(STAGE, 1, 3)) == {1: 5, 2: 5, 3: 5, 4: 5}
     assert Counter(_repeated_sizes(STAGE, 64, 3)) == {64: 5, 256: 5}
-    assert Counter(_repeated_sizes(STAGE, 256, 3)) == {256: 5, 512: 5, 600: 3, 1024: 3}
+    assert Counter(_repeated_sizes(STAGE, 256, 3)) == {256: 5, 512: 3, 600: 3, 1024: 3}
 
 
 @pytest.fixture
@@ -76,3 +81,33 @@ def test_published_table_is_that_of_whole_blocks_behind_the_texts_mean_context()
     assert table.batch_tokens == (1, 2, 4, 8, 16)
     assert table.draft_seconds == pytest.approx(0.001 * num_requests)
     assert table.verify_seconds == pytest.approx(0.01 * np.array(table.batch_tokens) + 0.1 * num_requests + 0.015)
+
+
+VERIFIER = """
+import sys
+from pathlib import Path
+from pipelines.backends.vllm import ScriptedProposer, Verifier
+
+engine = Verifier(Path(sys.argv[1]), "fp32", 300, num_requests=6, block_size=4)
+for context_tokens, num_requests in ((130, 6), (16, 1), (16, 6)):
+    sizes = [num_requests, 5 * num_requests, num_requests + 2, 3 * num_requests, num_requests]
+    found = list(engine.steps(context_tokens, num_requests, sizes))
+    assert [step.batch_tokens for step in found] == sizes, found
+    assert all(0.0 < step.model_seconds < step.seconds for step in found), found
+ScriptedProposer.propose = lambda self, sampled, *arguments, **options: setattr(self, "num_requests", len(sampled)) or [[] for _ in sampled]
+try:
+    list(engine.steps(16, 2, [2, 10]))
+except RuntimeError as error:
+    print("refused:", error)
+"""
+
+
+@pytest.mark.vllm
+def test_steps_of_vllm_verify_as_many_tokens_as_asked_for():
+    settings, _ = compose(["experiment=tiny"])
+    targets.ensure_made(settings.target)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", VERIFIER, targets.uri(settings.target)]
+    done = subprocess.run(command, cwd=PROJECT_ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "refused: vLLM verified 2 tokens where 10 of 2 requests were asked for" in done.stdout
