@@ -23,7 +23,8 @@ import numpy as np
 
 from dspark.calibration import pad
 from dspark.rounds import Round
-from dspark.scheduler import SpsTable, admit_async, policies
+from dspark.scheduler import admit_async, policies
+from dspark.step_cost import StepCost
 
 RECORDED_POLICY = "every_position"  # of the rounds that were drafted at every anchor
 NO_DRAFT = "none"
@@ -102,34 +103,6 @@ def _text(rows: Sequence[Round], block_size: int, confidence: Callable[[np.ndarr
     confidence_AK = confidence(pad([r.confidence_logits for r in rows], block_size))
     is_proposed_AK = np.arange(block_size) < np.array([[r.proposed] for r in rows])
     return ReplayText(np.where(is_proposed_AK, confidence_AK, 0.0), np.array([r.accepted for r in rows]))
-
-
-@dataclass(frozen=True)
-class StepCost:
-    """Seconds of a step, measured on one stack: its draft pass by number of requests, its verification by number of tokens.
-
-    Linear between the probes and constant outside them.
-    """
-
-    num_requests: tuple[int, ...]  # probes of the draft pass, ascending
-    draft_seconds: tuple[float, ...]
-    batch_tokens: tuple[int, ...]  # probes of the verification, ascending; anchors included
-    verify_seconds: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        probes = self.num_requests
-        if not probes or len(probes) != len(self.draft_seconds) or probes[0] < 1 or (np.diff(probes) <= 0).any():
-            raise ValueError(
-                f"cost.num_requests: {list(probes)} must be ascending from at least 1, with one draft_seconds each ({len(self.draft_seconds)} "
-                "given). Fix: the median of each probed number of requests"
-            )
-        for num_requests in probes:
-            self.table(num_requests)  # refuses what is no duration
-
-    def table(self, num_requests: int, *, is_drafting: bool = True) -> SpsTable:
-        """Steps per second of this many requests by verified tokens. The draft pass takes as long however many are admitted."""
-        draft_seconds = float(np.interp(num_requests, self.num_requests, self.draft_seconds)) if is_drafting else 0.0
-        return SpsTable(self.batch_tokens, (draft_seconds,) * len(self.batch_tokens), self.verify_seconds)
 
 
 @dataclass(frozen=True)

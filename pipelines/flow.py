@@ -133,6 +133,7 @@ class ProfileSpsConfig:
 
     profile_sps: ProfileSpsStage
     target: TargetIdentity
+    block_size: int
     stack: stacks.Stack
 
 
@@ -275,9 +276,9 @@ def _second_half(
     )
     profile_sps = Step(
         "profile_sps",
-        2,
+        3,
         "pipelines.stages.profile_sps:run",
-        ProfileSpsConfig(stage.profile_sps, identity, stacks.probe(engines.num_cpus, engines.num_gpus)),
+        ProfileSpsConfig(stage.profile_sps, identity, block_size, stacks.probe(engines.num_cpus, engines.num_gpus)),
         {"drafter": train},
         artifacts.SpsProfile,
         label,
@@ -285,7 +286,7 @@ def _second_half(
     )
     schedule = Step(
         "schedule",
-        1,
+        2,
         "pipelines.stages.schedule:run",
         ScheduleConfig(stage.schedule, block_size),
         {"rounds": trace, "calibration": calibrate, "profile": profile_sps},

@@ -3,10 +3,11 @@
 Closed loop (dspark/simulate.py), once with the drafter's raw confidences and once with calibrated ones; static policies that
 read no confidence give the same rows in both. `report.json` holds a row a policy and concurrency, `throughput.png` throughput
 and budget against concurrency (the paper's Figure 8), `pareto.png` throughput against the speed that one user sees (Figure 7).
-Costs are those of the decoding engine; they are not a promise for another one.
+Costs are those of the decoding engine behind the mean context of these texts; they are not a promise for another one.
 """
 
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -18,7 +19,7 @@ from pipelines.dag import Artifact, Outcome, file_checksums
 from pipelines.figures import png
 from pipelines.flow import ScheduleConfig
 from pipelines.runner import Progress, Work
-from pipelines.stages.profile_sps import read_profile
+from pipelines.stages.profile_sps import read_profile, step_profile
 from pipelines.stages.trace import read_rounds
 
 FIGURES = ("throughput.png", "pareto.png")
@@ -30,10 +31,11 @@ def run(config: ScheduleConfig, inputs: Mapping[str, Artifact], out: Storage, wo
 
     stage = config.schedule
     fitted = calibration.Calibration.from_json(open_storage(inputs["calibration"].uri).read(Calibration.CALIBRATION), config.block_size)
-    profile = read_profile(inputs["profile"])
-    verify, draft = profile["engines"][ENGINE]["verify"], profile["engines"][ENGINE]["draft"]
-    cost = simulate.StepCost(tuple(draft["num_requests"]), tuple(draft["seconds"]), tuple(verify["batch_tokens"]), tuple(verify["seconds"]))
+    drafter_sha256 = inputs["rounds"].record["inputs"]["drafter"]["payload_sha256"]
+    profile = read_profile(inputs["profile"], {"drafter_sha256": drafter_sha256, "block_size": config.block_size})
+    costs = step_profile(profile, ENGINE)
     rounds = read_rounds(inputs["rounds"], "positions", "test")
+    context_tokens = statistics.fmean(r.context_length_tokens for r in rounds)
     replay = simulate.ReplayConfig(
         stage.fixed_lengths, stage.thresholds, stage.num_steps, stage.num_warmup_steps, stage.seed, stage.lag_rounds
     )
@@ -41,7 +43,7 @@ def run(config: ScheduleConfig, inputs: Mapping[str, Artifact], out: Storage, wo
     for confidences, confidence in kinds.items():
         texts = simulate.texts_from_rounds(rounds, config.block_size, confidence)
         for num_requests in stage.concurrencies:
-            found = simulate.sweep(texts, cost, (num_requests,), replay)
+            found = simulate.sweep(texts, costs.at(context_tokens, num_requests), (num_requests,), replay)
             rows += [{"confidences": confidences, **asdict(row)} for row in found]
             work.report(
                 Progress(len({(r["confidences"], r["num_requests"]) for r in rows}), len(kinds) * len(stage.concurrencies), "replays")
@@ -49,8 +51,8 @@ def run(config: ScheduleConfig, inputs: Mapping[str, Artifact], out: Storage, wo
     report = {
         "schema_version": 1,
         "engine": ENGINE,
-        "stack": profile["stack"],
-        "context_tokens": profile["context_tokens"],
+        "sps_identity": profile["identity"],
+        "context_tokens": context_tokens,
         "num_texts": len(texts),
         "rows": rows,
         "definitions": {
