@@ -116,7 +116,7 @@ def early_stop(falling_N: np.ndarray, theta: np.ndarray) -> np.ndarray:
     return is_end_N.argmax(axis=-1)
 
 
-def highest(survival_RK: np.ndarray, falling_N: np.ndarray, num_admitted: int | np.ndarray) -> np.ndarray:
+def admitted_lengths(survival_RK: np.ndarray, falling_N: np.ndarray, num_admitted: int | np.ndarray) -> np.ndarray:
     """Lengths when the `num_admitted` highest survivals are verified: all above the last of them, and the first of its equals.
 
     With [..., R, K], [..., N] and [...]: of each step, [..., R]. Only values were sorted: a stable argsort of 256 x 7 takes
@@ -144,7 +144,7 @@ def admit(confidence_RK: np.ndarray, sps: SpsTable) -> Admission:
     survival_RK = survival(confidence_RK)
     falling_N, theta = walk(survival_RK, sps)
     num_admitted = int(early_stop(falling_N, theta))
-    lengths_R = highest(survival_RK, falling_N, num_admitted)
+    lengths_R = admitted_lengths(survival_RK, falling_N, num_admitted)
     return Admission(lengths_R, float(theta[num_admitted]), len(lengths_R) + num_admitted)
 
 
@@ -165,7 +165,7 @@ def admit_async(stale_RK: np.ndarray, confidence_RK: np.ndarray, sps: SpsTable) 
     _, theta = walk(survival(np.where(has_history_R1, stale_RK, 1.0)), sps)
     capacity = int(theta.argmax())
     num_admitted = min(capacity, int(np.count_nonzero(survival_RK)))
-    lengths_R = highest(survival_RK, np.sort(survival_RK, axis=None)[::-1], num_admitted)
+    lengths_R = admitted_lengths(survival_RK, np.sort(survival_RK, axis=None)[::-1], num_admitted)
     return Admission(lengths_R, float(theta[capacity]), len(lengths_R) + num_admitted)
 
 
@@ -246,22 +246,18 @@ def _check_timings(batch_tokens: Sequence[int], draft_seconds: Sequence[float], 
 
 
 def is_drafting(
-    expected_tokens: float | np.ndarray,
-    expected_seconds: float | np.ndarray,
-    num_skipped: int | np.ndarray,
-    num_requests: int,
-    plain_sps: SpsTable,
-    probe_steps: int,
+    mean_lost_seconds: float | np.ndarray, num_skipped: int | np.ndarray, plain_seconds: float, probe_share: float
 ) -> bool | np.ndarray:
     """Whether the next step begins with a draft pass, decided before it; not in the paper, whose engines draft in every step.
 
-    A draft pass is paid for whether its tokens are verified or not, so where a step has many requests no drafting may beat
-    any admission. It is skipped where the best admissions of earlier rounds promise fewer tokens per second,
-    `expected_tokens / expected_seconds` (sums over steps, draft passes included), than R tokens in a step without one:
-    `plain_sps` is the table without draft seconds. Skipped steps show no confidences, so every `probe_steps`-th one drafts all
-    the same. Nothing known (0 / 0) and a tie: draft. Lossless as long as the sums hold only what earlier rounds showed.
+    A draft pass is paid for whether its tokens are verified or not, so with many requests in a step no drafting may beat any
+    admission. `mean_lost_seconds` says what a step with a draft pass loses: the mean, over recent ones, of its seconds less
+    those that its tokens would have taken in steps without drafting, of `plain_seconds` each. Where nothing is lost the next
+    step drafts. Else it does not - and since steps that do not show nothing, one drafts all the same as soon as what it will
+    lose is `probe_share` of the time of the `num_skipped` steps since the last that did. So looking again costs that share of the
+    throughput, no more, and is frequent where the two are nearly even. The mean begins at 0, which drafts.
 
-    Of numbers, or elementwise of arrays.
+    Lossless as long as the mean holds only what earlier rounds showed, as the asynchronous scheduler's budget does: their
+    confidences, or what they came to. Of numbers, or elementwise of arrays.
     """
-    plain_tokens_per_second = num_requests * plain_sps.sps(num_requests)
-    return (expected_tokens >= expected_seconds * plain_tokens_per_second) | (num_skipped + 1 >= probe_steps)
+    return mean_lost_seconds <= probe_share * num_skipped * plain_seconds

@@ -30,14 +30,14 @@ of history, B samples of the texts.
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from dspark.calibration import pad
 from dspark.rounds import Round
-from dspark.scheduler import SpsTable, early_stop, highest, is_drafting, policies, survival, walk
+from dspark.scheduler import SpsTable, admitted_lengths, early_stop, is_drafting, policies, survival, walk
 
 RECORDED_POLICY = "every_position"  # of the rounds that were drafted at every anchor
 NO_DRAFT = "none"
@@ -172,12 +172,13 @@ class ReplayConfig:
     seed: int
     lag_rounds: int  # age of the confidences that the asynchronous scheduler takes its budget from (§5.2)
     assumes_mean: bool  # of a request without history: the mean survivals of earlier rounds, not 1.0 as vLLM and SGLang do
-    window_rounds: int  # of requests, over which that mean and what a draft pass promises are averaged
-    probe_steps: int  # every so many skipped draft passes one is made all the same
+    skips_by: Literal["outcomes", "confidences"]  # what drafting is worth: what drafted steps came to, or what their confidences promise
+    window_rounds: int  # of requests, over which that and the mean are taken
+    probe_share: float  # of the time, for draft passes that only look whether drafting pays again
     padded_to: tuple[int, ...] = ()  # a step takes as long as the next larger of these sizes (CUDA graphs); (): as measured
 
     def __post_init__(self) -> None:
-        least_of = {"num_steps": 1, "num_warmup_steps": 0, "num_rounds": 1, "lag_rounds": 1, "window_rounds": 1, "probe_steps": 1}
+        least_of = {"num_steps": 1, "num_warmup_steps": 0, "num_rounds": 1, "lag_rounds": 1, "window_rounds": 1, "probe_share": 0}
         for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise ValueError(f"replay.{name}: {getattr(self, name)} must be at least {least}. Fix: raise it")
@@ -289,8 +290,8 @@ def _play(
         np.concatenate([getattr(text, name) for text in texts]) for name in ("accepted_A", "proposed_A", "remaining_A", "context_A")
     )
     scheduler, survival_PK = _SCHEDULERS.get(policy), survival(confidence_PK)
-    if policy == ORACLE:  # the last token of a text is emitted without being verified
-        survival_PK = (np.arange(confidence_PK.shape[1]) < np.minimum(accepted_P, remaining_P - 1)[:, None]).astype(np.float64)
+    if policy == ORACLE:
+        survival_PK = _oracle_survivals(accepted_P, proposed_P, remaining_P, confidence_PK.shape[1])
     if scheduler is None:  # static policies do not know where a block is cut
         static = policies(tables[1], range(1, confidence_PK.shape[1] + 1), config.thresholds)[policy]
         verified_P = np.minimum(static(confidence_PK).lengths_R, proposed_P)
@@ -301,7 +302,7 @@ def _play(
     state = None if scheduler is None else _State(scheduler, tables, (num_S, num_requests, confidence_PK.shape[1]), config)
     num_ended_SR = np.zeros_like(anchor_SR)
     is_drafting_S = np.full(num_S, policy != NO_DRAFT)
-    sums = _Played(*np.zeros((5, num_S)))
+    sums = np.zeros((len(fields(_Played)), num_S))
     for step in range(config.num_warmup_steps + config.num_steps):
         if state is None:
             verified_SR = verified_P[anchor_SR]
@@ -309,20 +310,24 @@ def _play(
             verified_SR, is_drafting_S = state.step(survival_PK[anchor_SR])
         remaining_SR = remaining_P[anchor_SR]
         emitted_SR = np.minimum(np.minimum(accepted_P[anchor_SR], verified_SR) + 1, remaining_SR)  # no bonus after the last token
+        tokens_S, batch_tokens_S = emitted_SR.sum(axis=1), num_requests + verified_SR.sum(axis=1)
+        seconds_S = 1.0 / np.where(is_drafting_S, tables[1].sps(batch_tokens_S), tables[0].sps(batch_tokens_S))
         if step >= config.num_warmup_steps:
-            batch_tokens_S = num_requests + verified_SR.sum(axis=1)
-            sums.tokens_S[:] += emitted_SR.sum(axis=1)
-            sums.seconds_S[:] += 1.0 / np.where(is_drafting_S, tables[1].sps(batch_tokens_S), tables[0].sps(batch_tokens_S))
-            sums.batch_tokens_S[:] += batch_tokens_S
-            sums.drafting_S[:] += is_drafting_S
-            sums.context_S[:] += context_P[anchor_SR].mean(axis=1)
+            sums += tokens_S, seconds_S, batch_tokens_S, is_drafting_S, context_P[anchor_SR].mean(axis=1)
         anchor_SR += emitted_SR
         ended = np.nonzero(emitted_SR == remaining_SR)
         anchor_SR[ended] = start_SRN[(*ended, num_ended_SR[ended] % start_SRN.shape[-1])]
         num_ended_SR[ended] += 1
         if state is not None:
-            state.forget(ended)
-    return sums
+            state.observe(tokens_S, seconds_S, ended)
+    return _Played(*sums)
+
+
+def _oracle_survivals(accepted_P: np.ndarray, proposed_P: np.ndarray, remaining_P: np.ndarray, block_size: int) -> np.ndarray:
+    """1 where verifying a token emits one more; next to nothing for the others, which a table with a dip may make worth verifying."""
+    k = np.arange(block_size)
+    num_useful_P = np.minimum(accepted_P, remaining_P - 1)  # the last token of a text is emitted without being verified, too
+    return np.where(k < num_useful_P[:, None], 1.0, np.where(k < proposed_P[:, None], np.finfo(np.float64).tiny, 0.0))
 
 
 def _starts(lengths: Sequence[int], text_SN: np.ndarray, num_requests: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -374,43 +379,53 @@ class _State:
         self._latest_SRK, self._history_LSRK = np.full(shape, np.nan), np.full((config.lag_rounds, *shape), np.nan)
         self._has_drafted_LS = np.zeros((config.lag_rounds, num_S), dtype=bool)
         self._survival_SK, self._rounds_S = np.zeros((num_S, block_size)), np.zeros(num_S)
-        self._tokens_S, self._seconds_S, self._num_skipped_S = np.zeros((3, num_S))
+        self._lost_LS, self._mean_lost_S = np.zeros((config.lag_rounds, num_S)), np.zeros(num_S)
+        self._num_skipped_S = np.zeros(num_S, dtype=np.int64)
 
     def step(self, survival_SRK: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Lengths [S, R] and whether there is a draft pass [S]; the survivals are those that it shows."""
-        scheduler, num_requests = self._scheduler, self._num_requests
+        scheduler, slot = self._scheduler, self._num_steps % self._config.lag_rounds
         is_drafting_S = np.ones(len(survival_SRK), dtype=bool)
-        if "stale" in (scheduler.budget, scheduler.skips):
-            slot = self._num_steps % self._config.lag_rounds
-            stale_SRK, is_new_S = self._stale(slot), self._has_drafted_LS[slot]
-            _, num_S, theta_S = self._best(stale_SRK)
-            seconds_S = 1.0 / self._sps.sps(num_requests + num_S)
-            for sum_S, value_S in ((self._tokens_S, theta_S * seconds_S), (self._seconds_S, seconds_S)):
-                sum_S[is_new_S] = (self._kept * sum_S + value_S)[is_new_S]
-            if scheduler.skips == "stale":
-                promised = self._tokens_S, self._seconds_S, self._num_skipped_S
-                is_drafting_S = np.asarray(is_drafting(*promised, num_requests, self._plain_sps, self._config.probe_steps))
-            self._latest_SRK[is_drafting_S] = survival_SRK[is_drafting_S]
-            self._history_LSRK[slot], self._has_drafted_LS[slot] = self._latest_SRK, is_drafting_S
+        skips_by = self._config.skips_by if scheduler.skips == "stale" else None
+        if scheduler.budget == "stale" or skips_by == "confidences":
+            _, num_S, theta_S = self._best(self._stale(slot))
+            if skips_by == "confidences":
+                seconds_S = 1.0 / self._sps.sps(self._num_requests + num_S)
+                self._lost_LS[slot] = self._lost(theta_S * seconds_S, seconds_S)
+        if skips_by is not None:
+            is_new_S = self._has_drafted_LS[slot]
+            self._mean_lost_S[is_new_S] += (1.0 - self._kept) * (self._lost_LS[slot] - self._mean_lost_S)[is_new_S]
+            plain_seconds, share = 1.0 / float(self._plain_sps.sps(self._num_requests)), self._config.probe_share
+            is_drafting_S = np.asarray(is_drafting(self._mean_lost_S, self._num_skipped_S, plain_seconds, share))
             self._num_skipped_S = np.where(is_drafting_S, 0, self._num_skipped_S + 1)
+        self._latest_SRK[is_drafting_S] = survival_SRK[is_drafting_S]
+        self._history_LSRK[slot], self._has_drafted_LS[slot] = self._latest_SRK, is_drafting_S
         if scheduler.budget == "current":
             falling_SN, num_S, theta_S = self._best(survival_SRK)
         else:
             falling_SN = np.sort(survival_SRK.reshape(len(survival_SRK), -1), axis=-1)[:, ::-1]
         if scheduler.skips == "current":
-            is_drafting_S = theta_S > num_requests * self._plain_sps.sps(num_requests)
-        self._num_steps += 1
+            is_drafting_S = theta_S > self._num_requests * self._plain_sps.sps(self._num_requests)
         num_S = np.where(is_drafting_S, np.minimum(num_S, np.count_nonzero(falling_SN, axis=-1)), 0)
-        return highest(survival_SRK, falling_SN, num_S), is_drafting_S
+        return admitted_lengths(survival_SRK, falling_SN, num_S), is_drafting_S
 
-    def forget(self, ended: tuple[Any, ...]) -> None:
-        """The requests of these slots, [S, R], are finished."""
+    def observe(self, tokens_S: np.ndarray, seconds_S: np.ndarray, ended: tuple[Any, ...]) -> None:
+        """What the step came to; the requests of the slots `ended`, [S, R], are finished."""
+        if self._config.skips_by == "outcomes":
+            self._lost_LS[self._num_steps % self._config.lag_rounds] = self._lost(tokens_S, seconds_S)
+        self._num_steps += 1
         self._latest_SRK[ended] = np.nan
         self._history_LSRK[(slice(None), *ended)] = np.nan
+
+    def _lost(self, tokens_S: np.ndarray, seconds_S: np.ndarray) -> np.ndarray:
+        """Seconds that a step took longer than its tokens would have taken without drafting."""
+        return seconds_S - tokens_S / (self._num_requests * self._plain_sps.sps(self._num_requests))
 
     def _best(self, survival_SRK: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of each replay: falling survivals, how many of them are admitted, and the Theta that this promises."""
         falling_SN, theta = walk(survival_SRK, self._sps)
+        if self._scheduler.budget == "current":  # a stale budget is cut to what can be verified later
+            theta[:, 1:][falling_SN <= 0.0] = -np.inf
         num_S = early_stop(falling_SN, theta) if self._scheduler.is_early_stop else theta.argmax(axis=-1)
         return falling_SN, num_S, np.take_along_axis(theta, num_S[:, None], axis=-1)[:, 0]
 
