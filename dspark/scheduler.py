@@ -8,7 +8,8 @@ survivals, so Theta = tau * sps(B) tokens per second. Both schedulers walk down 
     admit_async   at the highest Theta of the whole walk, over confidences of earlier rounds: the lag is the causal barrier.
                   The current survivals only rank which tokens are verified
 
-Equal survivals go to the lower request, then to the lower position; float64 throughout.
+Equal survivals go to the lower request, then to the lower position; float64 throughout. `highest` is the ranking in torch, for
+an engine that keeps survivals on its device.
 
 Shapes: R requests, K drafted tokens, N = R * K slots by falling survival, P probes, B batch sizes in tokens.
 """
@@ -19,6 +20,8 @@ from functools import cached_property, partial
 from typing import Protocol
 
 import numpy as np
+import torch
+from torch import Tensor
 
 MIN_TIME_RATIO = 1.05  # slowest over fastest probe; below it a profile did not respond to the batch size
 
@@ -27,8 +30,10 @@ MIN_TIME_RATIO = 1.05  # slowest over fastest probe; below it a profile did not 
 class SpsTable:
     """Engine steps per second by batch size: seconds of a step, in its two parts, at each probed number of verified tokens.
 
-    Time is linear between probes and constant outside them. So the probes must reach the largest R * (K + 1) that is
-    served: beyond the last one a token looks free. Valid for the one stack that it was measured on.
+    Time is linear between probes, so a stair where an engine pads is two probes, n and n + 1: a floor lookup lost 6 % to the
+    best fixed length. It is constant outside them, as engines read such a file: beyond the last probe a token looks free, so the
+    probes must reach the largest R * (K + 1) that is served, or `reaching` adds an honest one. Valid for the one stack that it
+    was measured on.
     """
 
     batch_tokens: tuple[int, ...]  # ascending; verified in one step, anchors included
@@ -65,6 +70,26 @@ class SpsTable:
                 f"least {MIN_TIME_RATIO} times the fastest. Fix: check that the engine verifies as many tokens as requested, and probe larger batches"
             )
         return cls(tuple(probes.tolist()), tuple(draft_P.tolist()), tuple(verify_P.tolist()))
+
+    def reaching(self, batch_tokens: int) -> "SpsTable":
+        """With probes up to this many tokens: an extrapolated one where the last is below.
+
+        Each part goes on as between the last two probes, or as from the first to the last where it rose more slowly there: one
+        noisy probe makes no token free. ValueError where there is one probe, or where the time never rises.
+        """
+        if batch_tokens <= self.batch_tokens[-1]:
+            return self
+        tokens, parts = np.array(self.batch_tokens), np.array([self.draft_seconds, self.verify_seconds])
+        slopes = [(parts[:, -1] - parts[:, i]) / (tokens[-1] - tokens[i]) for i in ((-2, 0) if len(tokens) > 1 else ())]
+        slope = np.maximum(np.max(slopes, axis=0), 0.0) if slopes else np.zeros(2)
+        if not slope.any():
+            raise ValueError(
+                f"sps.batch_tokens: {list(self.batch_tokens)} cannot be extended to {batch_tokens}, the step takes no longer at the last than "
+                "at the first. Fix: profile larger steps"
+            )
+        draft, verify = parts[:, -1] + slope * (batch_tokens - tokens[-1])
+        added = (float(draft),), (float(verify),)
+        return SpsTable((*self.batch_tokens, batch_tokens), self.draft_seconds + added[0], self.verify_seconds + added[1])
 
     @cached_property
     def _sps_B(self) -> np.ndarray:
@@ -167,6 +192,18 @@ def admit_async(stale_RK: np.ndarray, confidence_RK: np.ndarray, sps: SpsTable) 
     num_admitted = min(capacity, int(np.count_nonzero(survival_RK)))
     lengths_R = admitted_lengths(survival_RK, np.sort(survival_RK, axis=None)[::-1], num_admitted)
     return Admission(lengths_R, float(theta[capacity]), len(lengths_R) + num_admitted)
+
+
+def highest(survival_RK: Tensor, num_admitted: int | Tensor) -> Tensor:
+    """Lengths [R] when the `num_admitted` highest positive survivals are verified, by the tie rule of `admit`: for an engine.
+
+    Reads no value back to the host, so a budget on the device (a tensor of one element) stays there.
+    """
+    flat_N = survival_RK.flatten()
+    order_N = flat_N.sort(descending=True, stable=True).indices  # stable: equals keep request order, then position order
+    is_admitted_N = torch.arange(flat_N.numel(), device=flat_N.device) < num_admitted
+    is_chosen_N = torch.zeros_like(is_admitted_N).scatter(0, order_N, is_admitted_N) & (flat_N > 0)
+    return is_chosen_N.view_as(survival_RK).sum(dim=1)
 
 
 class Policy(Protocol):

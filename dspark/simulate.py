@@ -38,6 +38,7 @@ import numpy as np
 from dspark.calibration import pad
 from dspark.rounds import Round
 from dspark.scheduler import SpsTable, admitted_lengths, early_stop, is_drafting, policies, survival, walk
+from dspark.step_cost import StepCost
 
 RECORDED_POLICY = "every_position"  # of the rounds that were drafted at every anchor
 NO_DRAFT = "none"
@@ -136,34 +137,6 @@ def _text(rows: Sequence[Round], block_size: int, confidence: Callable[[np.ndarr
 
 
 @dataclass(frozen=True)
-class StepCost:
-    """Seconds of a step, measured on one stack: its draft pass by number of requests, its verification by number of tokens.
-
-    Linear between the probes and constant outside them.
-    """
-
-    num_requests: tuple[int, ...]  # probes of the draft pass, ascending
-    draft_seconds: tuple[float, ...]
-    batch_tokens: tuple[int, ...]  # probes of the verification, ascending; anchors included
-    verify_seconds: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        probes = self.num_requests
-        if not probes or len(probes) != len(self.draft_seconds) or probes[0] < 1 or (np.diff(probes) <= 0).any():
-            raise ValueError(
-                f"cost.num_requests: {list(probes)} must be ascending from at least 1, with one draft_seconds each ({len(self.draft_seconds)} "
-                "given). Fix: the median of each probed number of requests"
-            )
-        for num_requests in probes:
-            self.table(num_requests)  # refuses what is no duration
-
-    def table(self, num_requests: int, *, is_drafting: bool = True) -> SpsTable:
-        """Steps per second of this many requests by verified tokens. The draft pass takes as long however many are admitted."""
-        draft_seconds = float(np.interp(num_requests, self.num_requests, self.draft_seconds)) if is_drafting else 0.0
-        return SpsTable(self.batch_tokens, (draft_seconds,) * len(self.batch_tokens), self.verify_seconds)
-
-
-@dataclass(frozen=True)
 class ReplayConfig:
     thresholds: tuple[float, ...]  # of the policies threshold_*
     num_steps: int  # counted ones of each replay
@@ -171,7 +144,7 @@ class ReplayConfig:
     num_rounds: int  # of requests, counted, at least: with few slots so many replays are made of one policy
     seed: int
     lag_rounds: int  # age of the confidences that the asynchronous scheduler takes its budget from (§5.2)
-    assumes_mean: bool  # of a request without history: the mean survivals of earlier rounds, not 1.0 as vLLM and SGLang do
+    new_requests: Literal["mean", "one"]  # survivals assumed of requests without history: means of earlier rounds, or 1.0 (vLLM, SGLang)
     skips_by: Literal["outcomes", "confidences"]  # what drafting is worth: what drafted steps came to, or what their confidences promise
     window_rounds: int  # of requests, over which that and the mean are taken
     probe_share: float  # of the time, for draft passes that only look whether drafting pays again
@@ -207,6 +180,11 @@ class Ratio:
     estimate: float
     low: float
     high: float
+
+
+def mean_context_tokens(texts: Sequence[ReplayText]) -> float:
+    """Over all anchors: the context that steps of these texts are behind, to take their cost at (`StepProfile.at`)."""
+    return float(np.concatenate([text.context_A for text in texts]).mean())
 
 
 def policy_names(block_size: int, thresholds: Sequence[float]) -> list[str]:
@@ -434,7 +412,7 @@ class _State:
         stale_SRK = self._history_LSRK[slot]
         is_missing_SR = np.isnan(stale_SRK[..., 0])
         assumed_SK = np.ones_like(self._survival_SK)
-        if self._config.assumes_mean:
+        if self._config.new_requests == "mean":
             for sum_S, value_S in ((self._survival_SK, np.nansum(stale_SRK, axis=1)), (self._rounds_S, (~is_missing_SR).sum(axis=1))):
                 is_new_S = self._has_drafted_LS[slot]
                 sum_S[is_new_S] = (self._kept * sum_S + value_S)[is_new_S]

@@ -2,9 +2,12 @@
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dspark.metrics import truncate_by_threshold
-from dspark.scheduler import SpsTable, admit, admit_async, fixed, none, policies, survival, threshold, verify_all, walk
+from dspark.scheduler import SpsTable, admit, admit_async, fixed, highest, none, policies, survival, threshold, verify_all, walk
 from tests import oracles
 
 
@@ -97,6 +100,73 @@ def test_admission_of_a_token_ignores_the_confidences_after_it(seed):
         changed = confidence.copy()
         changed[request, k + 1 :] = generator.choice([0.0, 0.3, 1.0], confidence.shape[1] - k - 1)
         assert min(admit(changed, table).lengths_R[request], k + 1) == min(lengths[request], k + 1), (request, k)
+
+
+@st.composite
+def _steps(draw):
+    """Confidences of a step, of others, and a table in which any size may cost anything."""
+    num_requests, block_size = draw(st.integers(1, 6)), draw(st.integers(1, 5))
+    values = st.sampled_from([0.0, 0.25, 0.5, 1.0]) | st.floats(0.0, 1.0)
+    rows = st.lists(st.lists(values, min_size=block_size, max_size=block_size), min_size=num_requests, max_size=num_requests)
+    sizes = range(num_requests, num_requests * (block_size + 1) + 1)
+    seconds = draw(st.lists(st.floats(0.01, 1.0), min_size=len(sizes), max_size=len(sizes)))
+    return np.array(draw(rows)), np.array(draw(rows)), SpsTable(tuple(sizes), (0.0,) * len(sizes), tuple(seconds))
+
+
+@given(_steps())
+def test_admission_reads_nothing_behind_its_stop(step):
+    """Every slot that the walk did not look at takes another survival, below that of the slot at which it stopped."""
+    confidence, other, table = step
+    found = admit(confidence, table)
+    falling, _ = walk(survival(confidence), table)
+    num_admitted = int(found.lengths_R.sum())
+    stop = falling[num_admitted] if num_admitted < len(falling) else 0.0
+    changed, is_stop_kept = confidence.copy(), False
+    for request, length in enumerate(found.lengths_R):
+        before = survival(confidence)[request, length - 1] if length else 1.0
+        for k in range(length, confidence.shape[1]):
+            if not is_stop_kept and k == length and survival(confidence)[request, k] == stop:
+                is_stop_kept, before = True, stop  # the slot that was looked at last, and refused
+                continue
+            changed[request, k] = other[request, k] * 0.99 * (stop / before if before > stop else 1.0)
+            before = survival(changed)[request, k]
+    assert admit(changed, table).lengths_R.tolist() == found.lengths_R.tolist()
+    assert admit(changed, table).theta == found.theta
+
+
+@given(_steps())
+def test_admission_of_any_step_is_the_loops_and_adds_up(step):
+    confidence, stale, table = step
+    found = admit(confidence, table)
+    lengths, theta, batch_tokens, _ = oracles.admission(confidence.tolist(), lambda b: float(table.sps(b)))
+    assert (found.lengths_R.tolist(), found.theta, found.batch_tokens) == (lengths, theta, batch_tokens)
+    for admission in (found, admit_async(stale, confidence, table)):
+        assert admission.batch_tokens == (1 + admission.lengths_R).sum()
+        assert ((admission.lengths_R >= 0) & (admission.lengths_R <= confidence.shape[1])).all()
+
+
+@given(_steps(), st.integers(0, 31))
+def test_ranking_in_torch_verifies_what_the_numpy_one_does(step, num_admitted):
+    confidence, _, _ = step
+    survivals = survival(confidence)
+    slots = [(r, k) for a, r, k in oracles.survivals(confidence.tolist()) if a > 0.0][:num_admitted]
+    expected = [sum(r == request for r, _ in slots) for request in range(len(confidence))]
+    for budget in (num_admitted, torch.tensor(num_admitted)):
+        assert highest(torch.from_numpy(survivals), budget).tolist() == expected
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_ranking_in_torch_gives_the_asynchronous_lengths(seed):
+    _, confidence, stale, table = _random(seed)
+    budget = walk(survival(stale), table)[1].argmax()
+    found = highest(torch.from_numpy(survival(confidence)), int(budget))
+    assert found.tolist() == admit_async(stale, confidence, table).lengths_R.tolist()
+
+
+def test_ranking_in_torch_reads_nothing_back_to_the_host():
+    """Tensors of the meta device have no values: reading one raises."""
+    found = highest(torch.empty(5, 7, device="meta"), torch.empty((), dtype=torch.int64, device="meta"))
+    assert (found.shape, found.device.type) == ((5,), "meta")
 
 
 def test_admission_without_requests_is_empty():
@@ -228,6 +298,22 @@ def test_sps_table_keeps_draft_and_verify_apart_and_adds_them():
     assert (table.batch_tokens, table.draft_seconds, table.verify_seconds) == ((2, 4), (0.125, 0.25), (0.125, 0.5))
     assert table.sps(np.array([[1, 2], [3, 9]])).tolist() == [[4.0, 4.0], [2.0, pytest.approx(1 / 0.75)]]
     assert float(table.sps(4)) == 1 / 0.75
+
+
+def test_sps_table_that_is_to_reach_further_goes_on_as_it_rose():
+    table = SpsTable((1, 4, 8), (0.1, 0.1, 0.1), (1.0, 2.0, 4.0))
+    assert table.reaching(8) is table
+    assert table.reaching(12) == SpsTable((1, 4, 8, 12), (0.1, 0.1, 0.1, 0.1), (1.0, 2.0, 4.0, 6.0))
+    noisy = SpsTable((1, 4, 8), (0.1, 0.1, 0.2), (1.0, 3.0, 2.75))  # the last two fall, so it goes on as from the first to the last
+    assert noisy.reaching(15).verify_seconds[-1] == pytest.approx(2.75 + 0.25 * 7)
+    assert noisy.reaching(15).draft_seconds[-1] == pytest.approx(0.2 + 0.025 * 7)
+
+
+@pytest.mark.parametrize("table", [SpsTable((4,), (0.0,), (1.0,)), SpsTable((1, 4), (0.1, 0.1), (1.0, 0.9))])
+def test_sps_table_that_never_rises_cannot_reach_further(table):
+    assert table.reaching(4) is table
+    with pytest.raises(ValueError, match=r"sps\.batch_tokens: .* cannot be extended to 5.*Fix"):
+        table.reaching(5)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import pytest
 
 from dspark.calibration import GRID, Calibration, sigmoid
 from dspark.rounds import Round
-from dspark.simulate import ReplayConfig, ReplayText, StepCost, replay, sweep, texts_from_rounds
+from dspark.simulate import ReplayConfig, ReplayText, replay, sweep, texts_from_rounds
+from dspark.step_cost import StepCost
 from tests import oracles
 
 POLICIES = ["none", "fixed_1", "fixed_3", "threshold_0.5", "threshold_0.9", "verify_all", "scheduler", "scheduler_async"]
@@ -190,7 +191,7 @@ def test_sweep_where_each_token_costs_its_time_and_few_survive_verifies_little()
         assert by_name["scheduler"].throughput_tokens_per_second > by_name[name].throughput_tokens_per_second
 
 
-# --- texts and costs --------------------------------------------------------------------------------------------------------
+# --- texts and settings --------------------------------------------------------------------------------------------------------
 
 
 def _round(index, logits, accepted, **changes):
@@ -247,29 +248,6 @@ def test_texts_of_rounds_that_are_no_whole_text_are_refused(rounds, message):
 def test_impossible_texts_are_refused(confidence, accepted, message):
     with pytest.raises(ValueError, match=f"text.*{message}.*Fix"):
         ReplayText(np.array(confidence), np.array(accepted))
-
-
-def test_step_cost_is_linear_between_probes_and_constant_outside():
-    table = COST.table(2)
-    assert table.draft_seconds == pytest.approx((0.002 + 0.001 / 3,) * 5, rel=1e-12)
-    assert (table.batch_tokens, table.verify_seconds) == (COST.batch_tokens, COST.verify_seconds)
-    assert COST.table(99).draft_seconds == (0.009,) * 5
-    assert COST.table(99, is_drafting=False).draft_seconds == (0.0,) * 5
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_requests": (4, 1, 16)}, r"cost\.num_requests: \[4, 1, 16\] must be ascending"),
-        ({"num_requests": (1, 4)}, r"one draft_seconds each \(3 given\)"),
-        ({"num_requests": (), "draft_seconds": ()}, r"cost\.num_requests: \[\]"),
-        ({"draft_seconds": (0.1, -0.1, 0.1)}, r"draft_seconds: -0\.1"),
-        ({"verify_seconds": (0.1,)}, r"5 batch_tokens, 5 draft_seconds, 1 verify_seconds"),
-    ],
-)
-def test_impossible_step_costs_are_refused(changes, message):
-    with pytest.raises(ValueError, match=f"{message}.*Fix"):
-        dataclasses.replace(COST, **changes)
 
 
 @pytest.mark.parametrize("changes", [{"num_steps": 0}, {"num_warmup_steps": -1}, {"lag_rounds": 0}])
