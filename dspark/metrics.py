@@ -12,6 +12,8 @@ A prediction is a probability, here the survival a_k, beside its outcome, 1.0 or
 
     reliability             bins of equal width on [0, 1]: mean prediction and mean outcome of each
     ECE                     mean over predictions of the |mean prediction - mean outcome| of their bin
+    ECE, equal mass         the same with bins of equally many predictions
+    ECE floor               the ECE to be expected of predictions that are true, from chance alone
     Brier                   mean of (prediction - outcome)^2
     AUROC                   chance that an outcome 1 has the higher prediction than an outcome 0, a tie counting one half
 
@@ -27,7 +29,7 @@ from numpy.typing import ArrayLike, NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.intp]
 
-METRICS = ("ece", "brier", "auroc")
+METRICS = ("ece", "ece_mass", "brier", "auroc")
 NUM_BINS = 15  # of SGLang's fitter too; DeepSpec's ECE has 20
 
 
@@ -202,11 +204,38 @@ def reliability(probability_N: ArrayLike, outcome_N: ArrayLike, num_bins: int = 
     return [ReliabilityBin(int(b), int(n), float(probability[b] / n), float(outcome[b] / n)) for b, n in enumerate(count) if n]
 
 
-def ece(probability_N: ArrayLike, outcome_N: ArrayLike, num_bins: int = NUM_BINS) -> float | None:
-    """Expected calibration error, a fraction."""
+def equal_mass_index(probability_N: ArrayLike, num_bins: int) -> Ints:
+    """Bins of equally many predictions, in their order; equal predictions share a bin, so that others may be empty."""
     probability_N = np.asarray(probability_N, dtype=np.float64)
-    gap = np.bincount(bin_index(probability_N, num_bins), probability_N - np.asarray(outcome_N, dtype=np.float64), minlength=num_bins)
-    return _ratio(np.abs(gap).sum(), len(probability_N))
+    first = -(-np.arange(1, num_bins) * len(probability_N) // num_bins)  # of each bin but the lowest, in order
+    edges = np.sort(probability_N)[first[first < len(probability_N)]]
+    return np.searchsorted(edges, probability_N, side="right")
+
+
+def ece(probability_N: ArrayLike, outcome_N: ArrayLike, num_bins: int = NUM_BINS) -> float | None:
+    """Expected calibration error over bins of equal width, a fraction."""
+    return _ece(bin_index(probability_N, num_bins), probability_N, outcome_N)
+
+
+def ece_mass(probability_N: ArrayLike, outcome_N: ArrayLike, num_bins: int = NUM_BINS) -> float | None:
+    """Expected calibration error over bins of equally many predictions: sees small survivals that share one bin of equal width."""
+    return _ece(equal_mass_index(probability_N, num_bins), probability_N, outcome_N)
+
+
+def _ece(bin_N: Ints, probability_N: ArrayLike, outcome_N: ArrayLike) -> float | None:
+    gap_N = np.asarray(probability_N, dtype=np.float64) - np.asarray(outcome_N, dtype=np.float64)
+    return _ratio(np.abs(np.bincount(bin_N, gap_N)).sum(), len(gap_N))
+
+
+def ece_floor(probability_N: ArrayLike, num_bins: int = NUM_BINS) -> float | None:
+    """Expected `ece` if each outcome were drawn with its predicted probability: a smaller ECE cannot be told from none.
+
+    A bin's gap of n predictions then has variance V = sum p (1 - p) and, about normal, the mean size sqrt(2 V / pi), never above
+    2 V. Counts rounds as independent; those of one prompt are not, so the true floor is higher.
+    """
+    probability_N = np.asarray(probability_N, dtype=np.float64)
+    variance_B = np.bincount(bin_index(probability_N, num_bins), probability_N * (1.0 - probability_N), minlength=num_bins)
+    return _ratio(np.minimum(np.sqrt(2.0 * variance_B / np.pi), 2.0 * variance_B).sum(), len(probability_N))
 
 
 def brier(probability_N: ArrayLike, outcome_N: ArrayLike) -> float | None:
@@ -219,12 +248,7 @@ def auroc(probability_N: ArrayLike, outcome_N: ArrayLike) -> float | None:
     """Area under the ROC curve; None when all outcomes are the same."""
     rank_N = np.unique(probability_N, return_inverse=True)[1]
     outcome_N = np.asarray(outcome_N, dtype=np.float64)
-    return auroc_of_ranks(rank_N, outcome_N, np.ones_like(outcome_N))
-
-
-def auroc_of_ranks(rank_N: Ints, outcome_N: Floats, weight_N: Floats) -> float | None:
-    """AUROC with each prediction counted `weight` times; rank: index among the sorted distinct predictions."""
-    positive, negative = (np.bincount(rank_N, weight_N * is_of_class) for is_of_class in (outcome_N, 1.0 - outcome_N))
+    positive, negative = (np.bincount(rank_N, is_of_class) for is_of_class in (outcome_N, 1.0 - outcome_N))
     wins = np.sum(positive * (np.cumsum(negative) - 0.5 * negative))
     return _ratio(float(wins), positive.sum() * negative.sum())
 
@@ -245,8 +269,8 @@ def position_columns(name: str, value_NK: ArrayLike, outcome_NK: Floats) -> list
 
 
 @dataclass(frozen=True)
-class Difference:
-    """after - before with its 95 % percentile interval; None where the metric is not defined."""
+class Estimate:
+    """With its 95 % percentile interval; None where the metric, or without resamples the interval, is not defined."""
 
     estimate: float | None
     low: float | None
@@ -254,76 +278,89 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Differences:
-    position_K: tuple[Difference, ...]
-    mean: Difference  # of the mean over positions
+class Estimates:
+    position_K: tuple[Estimate, ...]
+    mean: Estimate  # of the mean over the positions where the rounds themselves define it
 
 
-def paired_bootstrap(
-    before_NK: ArrayLike,
-    after_NK: ArrayLike,
+def resample(
+    metric: str,
+    survival_NK: ArrayLike,
     outcome_NK: Floats,
     prompt_N: ArrayLike,
-    metric: str,
     *,
     num_bins: int = NUM_BINS,
     num_resamples: int = 1000,
     seed: int = 0,
-) -> Differences:
-    """The metric of `after` minus that of `before`, by resampling prompts (rounds of one prompt are not independent).
+) -> Floats:
+    """The metric [1 + S, K] of the rounds themselves, then of S resamples of prompts (rounds of one prompt are not independent).
 
-    Both sides of a difference see the same resample, and a prompt comes with all of its rounds. A resample in which the
-    metric is not defined (no rounds; AUROC: one outcome) does not count.
+    A prompt comes with all of its rounds. One seed draws the same prompts every time, so that the difference of two results
+    is paired. NaN where the metric is not defined (no rounds; AUROC: one outcome). Bins of equal mass are those of the
+    rounds themselves in every resample.
 
-    Read an ECE interval for its sign, not for the size: noise raises a small ECE, and does so again in a resample, which
-    draws the difference towards 0. On synthetic rounds (1,000 to 6,400) the interval all but never had the wrong sign, but
-    as soon as one side was well calibrated it mostly left the true difference out, as too small a change.
+    Of a difference of ECE read the interval's sign, not its size: noise raises a small ECE, and does so again in a resample,
+    which draws the difference towards 0. On synthetic rounds (1,000 to 6,400) the interval all but never had the wrong sign, but
+    as soon as one side was well calibrated it mostly left the true difference out, as too small a change. For the same reason
+    the interval of a small ECE lies high.
     """
     if metric not in METRICS:
         raise ValueError(f"metric: {metric!r} is none of {', '.join(METRICS)}. Fix: name one of them")
     prompt_index_N = np.unique(np.asarray(prompt_N), return_inverse=True)[1]
-    if prompt_index_N.shape != outcome_NK.shape[:1] or not prompt_index_N.max(initial=0):
+    num_prompts = int(prompt_index_N.max(initial=-1)) + 1
+    if prompt_index_N.shape != outcome_NK.shape[:1] or num_prompts < (2 if num_resamples else 1):
         raise ValueError(
             f"prompt: shape {prompt_index_N.shape} for {len(outcome_NK)} rounds, of at least 2 prompts. Fix: pass the prompt of each round"
         )
-    num_prompts = int(prompt_index_N.max()) + 1
     index = np.random.default_rng(seed).integers(0, num_prompts, size=(num_resamples, num_prompts))
     drawn_SP = np.array([np.bincount(row, minlength=num_prompts) for row in index]).reshape(num_resamples, num_prompts)
-    weight_SP = np.vstack([np.ones(num_prompts), drawn_SP])  # how often each prompt counts; first the data themselves
-    before_SK, after_SK = (_resampled(metric, x, outcome_NK, prompt_index_N, weight_SP, num_bins) for x in (before_NK, after_NK))
-    change_SK = after_SK - before_SK
-    return Differences(tuple(_difference(change_S) for change_S in change_SK.T), _difference(change_SK.mean(1)))
-
-
-def _resampled(metric: str, survival_NK: ArrayLike, outcome_NK: Floats, prompt_index_N: Ints, weight_SP: Floats, num_bins: int) -> Floats:
-    """The metric [S, K], each prompt counted `weight` times; NaN where it is not defined."""
-    num_prompts, values = weight_SP.shape[1], []
+    weight_SP = np.vstack([np.ones(num_prompts), drawn_SP])  # how often each prompt counts; first the rounds themselves
+    values = []
     for (probability_N, outcome_N), is_proposed_N in zip(
         position_columns("survival", survival_NK, outcome_NK), ~np.isnan(outcome_NK.T), strict=True
     ):
         index_N = prompt_index_N[is_proposed_N]
         if metric == "auroc":
-            rank_N = np.unique(probability_N, return_inverse=True)[1]
-            aurocs = [auroc_of_ranks(rank_N, outcome_N, weight_P[index_N]) for weight_P in weight_SP]
-            values.append(np.array(aurocs, dtype=np.float64))
+            values.append(_resampled_auroc(probability_N, outcome_N, index_N, weight_SP))
             continue
         # ECE and Brier are |sums over rounds| / rounds, and a resample's sums are weighted sums of the prompts' own.
         width, bin_N, term_N = 1, np.zeros_like(index_N), np.square(probability_N - outcome_N)
-        if metric == "ece":
-            width, bin_N, term_N = num_bins, bin_index(probability_N, num_bins), probability_N - outcome_N
+        if metric != "brier":
+            binned = bin_index if metric == "ece" else equal_mass_index
+            width, bin_N, term_N = num_bins, binned(probability_N, num_bins), probability_N - outcome_N
         sum_PB = np.bincount(index_N * width + bin_N, term_N, minlength=num_prompts * width).reshape(num_prompts, width)
         num_rounds_S = weight_SP @ np.bincount(index_N, minlength=num_prompts)
         values.append(np.abs(weight_SP @ sum_PB).sum(1) / np.where(num_rounds_S > 0, num_rounds_S, np.nan))
     return np.stack(values, axis=1)
 
 
-def _difference(change_S: Floats) -> Difference:
-    """Of the estimate, which stands first, and its resamples."""
-    resampled = change_S[1:][~np.isnan(change_S[1:])]
-    if np.isnan(change_S[0]) or not len(resampled):
-        return Difference(None, None, None)
-    low, high = np.percentile(resampled, [2.5, 97.5])
-    return Difference(float(change_S[0]), float(low), float(high))
+def _resampled_auroc(probability_N: Floats, outcome_N: Floats, index_N: Ints, weight_SP: Floats) -> Floats:
+    """From the wins of each prompt's survivors over each prompt's others: a resample's are their weighted sum."""
+    num_prompts, is_survivor_N = weight_SP.shape[1], outcome_N == 1.0
+    distinct, rank_N = np.unique(probability_N, return_inverse=True)
+    wins_PP = np.zeros((num_prompts, num_prompts))
+    for p in range(num_prompts):
+        others = np.bincount(rank_N[(index_N == p) & ~is_survivor_N], minlength=len(distinct))
+        beaten_N = (np.cumsum(others) - 0.5 * others)[rank_N[is_survivor_N]]
+        wins_PP[:, p] = np.bincount(index_N[is_survivor_N], beaten_N, minlength=num_prompts)
+    survivors_P, others_P = (np.bincount(index_N[mask_N], minlength=num_prompts) for mask_N in (is_survivor_N, ~is_survivor_N))
+    num_pairs_S = (weight_SP @ survivors_P) * (weight_SP @ others_P)
+    return ((weight_SP @ wins_PP) * weight_SP).sum(1) / np.where(num_pairs_S > 0, num_pairs_S, np.nan)
+
+
+def estimates(value_SK: Floats) -> Estimates:
+    """Of one result of `resample`, or of the difference of two; a resample in which it is not defined does not count."""
+    is_defined_K = ~np.isnan(value_SK[0])
+    mean_S = value_SK[:, is_defined_K].mean(1) if is_defined_K.any() else np.full(len(value_SK), np.nan)
+    return Estimates(tuple(_estimate(value_S) for value_S in value_SK.T), _estimate(mean_S))
+
+
+def _estimate(value_S: Floats) -> Estimate:
+    if np.isnan(value_S[0]):
+        return Estimate(None, None, None)
+    resampled = value_S[1:][~np.isnan(value_S[1:])]
+    low, high = _percentiles(resampled) if len(resampled) else (None, None)
+    return Estimate(float(value_S[0]), low, high)
 
 
 def _ratio(numerator: float, denominator: float) -> float | None:

@@ -63,7 +63,7 @@ class Rounds(Artifact):
 
 @dataclass(frozen=True)
 class Calibration(Artifact):
-    """Per-position temperatures `calibration.json`, and what they do on the test rounds: `report.json`, a figure."""
+    """Per-position temperatures `calibration.json`, and what they do on the test rounds: `report.json`, figures."""
 
     noun: ClassVar[str] = "Calibration"
     CALIBRATION: ClassVar[str] = "calibration.json"

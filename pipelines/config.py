@@ -257,13 +257,17 @@ def _check(settings: Settings) -> None:
         ("stage.trace.batch_size", stage.trace.batch_size, 1),
         ("stage.trace.setting.temperature", stage.trace.setting.temperature, 0),
         ("stage.calibrate.num_bins", stage.calibrate.num_bins, 1),
+        ("stage.calibrate.num_folds", stage.calibrate.num_folds, 2),
         ("stage.calibrate.num_resamples", stage.calibrate.num_resamples, 1),
         ("stage.profile_sps.num_repeats", stage.profile_sps.num_repeats, 1),
         ("stage.profile_sps.context_tokens", stage.profile_sps.context_tokens, 1),
         ("stage.schedule.num_steps", stage.schedule.num_steps, 1),
         ("stage.schedule.num_warmup_steps", stage.schedule.num_warmup_steps, 0),
+        ("stage.schedule.num_rounds", stage.schedule.num_rounds, 1),
+        ("stage.schedule.num_resamples", stage.schedule.num_resamples, 1),
         ("stage.schedule.lag_rounds", stage.schedule.lag_rounds, 1),
-        ("stage.schedule.fixed_lengths", min(stage.schedule.fixed_lengths, default=0), 0),
+        ("stage.schedule.window_rounds", stage.schedule.window_rounds, 1),
+        ("stage.schedule.probe_share", stage.schedule.probe_share, 0),
     ):
         require(number >= least, path, number, f"must be at least {least}", f"{path}={least}")
     for path, thresholds in (

@@ -138,7 +138,10 @@ class ProfileSpsConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
+    """`calibrate`: the other calibrations are fitted as the released one was."""
+
     schedule: ScheduleStage
+    calibrate: CalibrateStage
     block_size: int
 
 
@@ -265,7 +268,7 @@ def _second_half(
     )
     calibrate = Step(
         "calibrate",
-        1,
+        2,
         "pipelines.stages.calibrate:run",
         CalibrateConfig(stage.calibrate, block_size),
         {"rounds": trace},
@@ -285,9 +288,9 @@ def _second_half(
     )
     schedule = Step(
         "schedule",
-        1,
+        2,
         "pipelines.stages.schedule:run",
-        ScheduleConfig(stage.schedule, block_size),
+        ScheduleConfig(stage.schedule, stage.calibrate, block_size),
         {"rounds": trace, "calibration": calibrate, "profile": profile_sps},
         artifacts.ScheduleReport,
         label,

@@ -165,7 +165,11 @@ def _early_stop(
     for is_padded in (False, True):
         by_name = {row.policy: row.throughput_tokens_per_second for row in stairs}
         if not is_padded:
-            by_name = {r["policy"]: r["throughput_tokens_per_second"] for r in rows if r["policy"] in names and r["confidences"] in (None, CALIBRATED)}
+            by_name = {
+                r["policy"]: r["throughput_tokens_per_second"]
+                for r in rows
+                if r["policy"] in names and r["confidences"] in (None, CALIBRATED)
+            }
         fixed = {name: throughput for name, throughput in by_name.items() if name not in PADDED}
         best = max(fixed, key=fixed.__getitem__)
         found.append(
@@ -222,7 +226,15 @@ def _checks(parts: Mapping[str, Sequence[Row]]) -> list[dict[str, Any]]:
         served, alone = (_throughput(rows, name, CALIBRATED) / throughput for name in (SERVED, "scheduler_or_none"))
         check("async_over_best_static", num_requests, served, LEAST_RATIO, served >= LEAST_RATIO, best_static=static)
         is_unimodal = unimodal[num_requests]
-        check("scheduler_over_best_static", num_requests, alone, LEAST_RATIO, alone >= LEAST_RATIO, best_static=static, is_unimodal=is_unimodal)
+        check(
+            "scheduler_over_best_static",
+            num_requests,
+            alone,
+            LEAST_RATIO,
+            alone >= LEAST_RATIO,
+            best_static=static,
+            is_unimodal=is_unimodal,
+        )
         others = max(r["throughput_tokens_per_second"] for r in rows if r["policy"] != "oracle" and r["confidences"] != "oracle")
         best = _throughput(rows, "oracle", None) / others
         check("oracle_over_every_policy", num_requests, best, LEAST_RATIO, best >= LEAST_RATIO)
@@ -268,9 +280,7 @@ _STYLES: Mapping[str, Mapping[str, Any]] = {
 
 
 def figures(report: Mapping[str, Any]) -> dict[str, bytes]:
-    lines = {
-        name: [r for r in report["rows"] if r["policy"] == name and r["confidences"] in (None, CALIBRATED)] for name in _STYLES
-    }
+    lines = {name: [r for r in report["rows"] if r["policy"] == name and r["confidences"] in (None, CALIBRATED)] for name in _STYLES}
     drawn = _figure_pareto(lines), _figure_budget(lines), _figure_calibration(report["calibration"])
     return dict(zip(FIGURES, drawn, strict=True))
 

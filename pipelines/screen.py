@@ -193,6 +193,32 @@ class RichScreen:
             counts = ", ".join(f"{number} {reason}" for reason, number in report["skipped_by_reason"].items())
             self._line(f"set aside: {counts} (skipped in report.json: source and row of each)", "yellow")
 
+    def calibration(self, report: Mapping[str, Any]) -> None:
+        """ECE of the survivals on the test rounds by position and method, what they resolve, and the change that STS makes."""
+        for setting, found in report["settings"].items():
+            view = found["test"]["all"]
+            methods, change = view["methods"], view["change"]["ece"]["raw"]
+            table = _table(f"ECE in %, {setting}", "T", "rounds", "survived", *methods, "floor", "sts - raw")
+            for k, temperature in enumerate(found["temperatures"]):
+                sts = methods["sts"]["positions"][k]
+                survived = f"{sts['num_survivors'] / sts['num_rounds']:.3f}" if sts["num_rounds"] else "-"
+                cells = [_percent(method["positions"][k]["ece"], has_interval=False) for method in methods.values()]
+                floor = "-" if sts["ece_floor"] is None else f"{100 * sts['ece_floor']:.1f}"
+                moved = _percent(change["position_K"][k])
+                table.add_row(f"position {k + 1}", f"{temperature:.2f}", f"{sts['num_rounds']:,}", survived, *cells, floor, moved)
+            floor = methods["sts"]["mean"]["ece_floor"]
+            means = [_percent(method["mean"]["ece"]) for method in methods.values()]
+            table.add_row("mean", "", "", "", *means, "-" if floor is None else f"{100 * floor:.1f}", _percent(change["mean"]))
+            self._line("")
+            self._console.print(table)
+            self._line(
+                f"fitted on {found['num_rounds']['calibrate']:,} rounds of other prompts; in brackets 95 % bootstrap intervals over prompts"
+            )
+            for name, positions in found["fallback_positions"].items():
+                if positions:
+                    rule = "too few rounds, stage.calibrate.min_rounds; raw confidences kept"
+                    self._line(f"not fitted: {name} at position {', '.join(map(str, positions))} ({rule})", "yellow")
+
     def sweep(self, columns: Sequence[str], rows: Sequence[Sequence[str]], uri: str) -> None:
         """What the points of a sweep came to, and where that is kept."""
         table = _table(*columns)
@@ -251,6 +277,14 @@ def _length(summary: Mapping[str, Any] | None) -> str:
         return "-"
     low, high = summary["accepted_length_interval"]
     return f"{summary['accepted_length']:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def _percent(estimate: Mapping[str, float | None], has_interval: bool = True) -> str:
+    value, low, high = (estimate[key] for key in ("estimate", "low", "high"))
+    if value is None:
+        return "-"
+    interval = f" [{100 * low:.1f}, {100 * high:.1f}]" if has_interval and low is not None and high is not None else ""
+    return f"{100 * value:.1f}{interval}"
 
 
 def _pace(progress: Progress, samples: deque[tuple[float, int]]) -> str:

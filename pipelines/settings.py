@@ -177,7 +177,8 @@ class TraceStage:
 @dataclass(frozen=True)
 class CalibrateStage:
     num_bins: int
-    min_rounds: int  # of the calibrate split, at every position
+    min_rounds: int  # of the calibrate split; a position with fewer keeps its raw confidences
+    num_folds: int  # of prompts, for the cross-fitted table
     num_resamples: int  # of prompts, for the intervals
 
 
@@ -196,12 +197,19 @@ class ProfileSpsStage:
 
 @dataclass(frozen=True)
 class ScheduleStage:
+    """What the fields from `num_steps` on mean is said at `dspark.simulate.ReplayConfig`; `num_resamples`: of texts, for the intervals."""
+
     concurrencies: tuple[int, ...]
-    fixed_lengths: tuple[int, ...]
     thresholds: tuple[float, ...]
+    num_resamples: int
     num_steps: int
     num_warmup_steps: int
-    lag_rounds: int  # age of the confidences that the asynchronous scheduler takes its budget from
+    num_rounds: int
+    lag_rounds: int
+    new_requests: Literal["mean", "one"]
+    skips_by: Literal["outcomes", "confidences"]
+    window_rounds: int
+    probe_share: float
     seed: int
 
 

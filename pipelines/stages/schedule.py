@@ -11,11 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from dspark.storage import Storage
+from pipelines import artifacts
 from pipelines.artifacts import ScheduleReport
+from pipelines.backends.object_store import open_storage
 from pipelines.dag import Artifact, Outcome, file_checksums
 from pipelines.flow import ScheduleConfig
 from pipelines.runner import Progress, Work
-from pipelines.scheduling import figures, headline, make_report
+from pipelines.scheduling import CALIBRATED, figures, headline, make_report
 from pipelines.stages.profile_sps import read_profile
 from pipelines.stages.trace import read_rounds
 
@@ -65,19 +67,16 @@ def run(config: ScheduleConfig, inputs: Mapping[str, Artifact], out: Storage, wo
 
 
 def _fit(config: ScheduleConfig, inputs: Mapping[str, Artifact]) -> dict[str, Any]:
-    """Every kind of confidences, fitted on the whole blocks of the calibrate split."""
+    """Every kind of confidences, fitted on the whole blocks of the calibrate split; "sts" is the one that is released."""
     import numpy as np
 
     from dspark.baselines import fit_all
-    from dspark.calibration import pad
+    from dspark.calibration import Calibration, pad
 
+    text = open_storage(inputs["calibration"].uri).read(artifacts.Calibration.CALIBRATION)
     rounds = read_rounds(inputs["rounds"], "rounds", "calibrate")
     logits_NK = pad([r.confidence_logits for r in rounds], config.block_size)
-    calibrate = config.calibrate
-    return fit_all(
-        logits_NK,
-        np.array([r.accepted for r in rounds]),
-        np.array([r.proposed for r in rounds]),
-        num_bins=calibrate.num_bins,
-        min_rounds=calibrate.min_rounds,
-    )
+    accepted_N, proposed_N = np.array([r.accepted for r in rounds]), np.array([r.proposed for r in rounds])
+    stage = config.calibrate
+    fitted = fit_all(logits_NK, accepted_N, proposed_N, num_bins=stage.num_bins, min_rounds=stage.min_rounds)
+    return {**fitted, CALIBRATED: Calibration.from_json(text, config.block_size)}

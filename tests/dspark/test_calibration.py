@@ -10,7 +10,7 @@ import scipy.optimize
 import sklearn.metrics
 
 from dspark.calibration import GRID, Calibration, fit, outcomes, pad, quality, sigmoid, survival
-from dspark.metrics import auroc, brier, ece, paired_bootstrap, reliability
+from dspark.metrics import METRICS, auroc, brier, ece, ece_floor, ece_mass, estimates, reliability, resample
 
 # --- plain loops ------------------------------------------------------------------------------------------------------
 
@@ -36,7 +36,21 @@ def _loop_auroc(probabilities, labels):
     return sum((p > q) + 0.5 * (p == q) for p in positive for q in negative) / (len(positive) * len(negative))
 
 
-LOOPS = {"ece": _loop_ece, "brier": _loop_brier, "auroc": _loop_auroc}
+def _mass_bins(probabilities, num_bins=15):
+    """The bin of each from its rank; equal ones all have that of the last of them."""
+    return [(sum(q <= p for q in probabilities) - 1) * num_bins // len(probabilities) for p in probabilities]
+
+
+def _loop_ece_of_bins(bins, probabilities, labels):
+    gaps = [abs(sum(p - y for b, p, y in zip(bins, probabilities, labels, strict=True) if b == wanted)) for wanted in set(bins)]
+    return sum(gaps) / len(labels) if labels else None
+
+
+def _loop_ece_mass(probabilities, labels):
+    return _loop_ece_of_bins(_mass_bins(probabilities), probabilities, labels)
+
+
+LOOPS = {"ece": _loop_ece, "ece_mass": _loop_ece_mass, "brier": _loop_brier, "auroc": _loop_auroc}
 
 
 def _loop_fit(logits, accepted, proposed, grid):
@@ -99,7 +113,39 @@ def test_metrics_of_random_predictions_equal_scikit_learn(seed):
 
 
 def test_metrics_of_no_predictions_are_none():
-    assert (ece([], []), brier([], []), auroc([], []), reliability([], [])) == (None, None, None, [])
+    assert (ece([], []), ece_mass([], []), brier([], []), auroc([], []), ece_floor([]), reliability([], [])) == (*[None] * 5, [])
+
+
+@pytest.mark.parametrize("digits", [1, 2, 12])
+def test_ece_of_equal_mass_bins_equals_the_loop(digits):
+    generator = np.random.default_rng(digits)
+    for num_predictions in (1, 7, 15, 200):
+        probability_N = generator.random(num_predictions).round(digits)
+        outcome_N = (generator.random(num_predictions) < 0.3).astype(int)
+        wanted = _loop_ece_mass(probability_N.tolist(), outcome_N.tolist())
+        assert ece_mass(probability_N, outcome_N) == pytest.approx(wanted, abs=1e-12)
+
+
+def test_ece_of_equal_mass_bins_sees_what_one_bin_of_equal_width_hides():
+    """Survivals of 0.01 and 0.05 that are really 0.05 and 0.01: their mean is right."""
+    probability_N = np.repeat([0.01, 0.05], 100)
+    outcome_N = np.concatenate([np.arange(100) < 5, np.arange(100) < 1]).astype(float)
+    assert ece(probability_N, outcome_N) == pytest.approx(0.0, abs=1e-12)
+    assert ece_mass(probability_N, outcome_N) == pytest.approx(0.04)
+
+
+@pytest.mark.parametrize(("num_rounds", "scale"), [(30, 1.0), (500, 1.0), (8000, 1.0), (500, 0.03)])
+def test_ece_floor_is_what_true_predictions_come_to(num_rounds, scale):
+    generator = np.random.default_rng(0)
+    probability_N = generator.random(num_rounds) * scale
+    drawn = [ece(probability_N, (generator.random(num_rounds) < probability_N).astype(float)) for _ in range(400)]
+    assert ece_floor(probability_N) == pytest.approx(np.mean(drawn), rel=0.06)
+
+
+def test_ece_floor_of_rare_survivors_is_not_above_what_they_can_come_to():
+    """One bin of n predictions p: the gap is at most that of 'none survives' and of 'one does', about 2 n p."""
+    assert ece_floor([1e-4] * 10) == pytest.approx(2e-4, rel=1e-3)
+    assert ece_floor([0.0, 1.0]) == 0.0
 
 
 def test_ece_of_logits_is_refused():
@@ -114,7 +160,7 @@ def test_quality_of_cut_rounds_counts_each_position_on_its_own_rounds():
         rows = [n for n in range(len(proposed_N)) if proposed_N[n] >= k + 1]
         columns = [float(survival_NK[n, k]) for n in rows], [int(accepted_N[n] >= k + 1) for n in rows]
         assert (found.num_rounds, found.num_survivors) == (len(rows), sum(columns[1]))
-        assert [found.ece, found.brier, found.auroc] == pytest.approx([loop(*columns) for loop in LOOPS.values()], abs=1e-12)
+        assert [getattr(found, name) for name in METRICS] == pytest.approx([loop(*columns) for loop in LOOPS.values()], abs=1e-12)
         assert sum(b.count for b in found.reliability) == len(rows)
 
 
@@ -179,6 +225,36 @@ def test_fit_of_overconfident_rounds_finds_the_scale_and_helps_on_other_rounds()
     assert all(b.ece > 0.03 and a.ece < 0.012 for b, a in zip(before, after, strict=True))
 
 
+def test_fit_of_more_rounds_than_a_block_equals_one_block(monkeypatch):
+    logits_NK, accepted_N, proposed_N = _rounds(4, num_rounds=1000)
+    found = fit(logits_NK, accepted_N, proposed_N=proposed_N)
+    monkeypatch.setattr("dspark.calibration.BLOCK_ROUNDS", 64)
+    blocked = fit(logits_NK, accepted_N, proposed_N=proposed_N)
+    assert blocked.temperatures_K == found.temperatures_K
+    assert blocked.ece_after_K == pytest.approx(found.ece_after_K, abs=1e-12)
+
+
+def test_fit_of_too_few_rounds_keeps_that_position_and_says_so():
+    logits_NK, accepted_N, proposed_N = _rounds(5, num_rounds=400, scale=3.0, has_cuts=False)
+    proposed_N = np.where(np.arange(400) < 99, 4, 2)
+    accepted_N = np.minimum(accepted_N, proposed_N)
+    found = fit(logits_NK, accepted_N, proposed_N=proposed_N, min_rounds=100)
+    assert found.fallback_positions == (3, 4)
+    assert found.temperatures_K[2:] == (1.0, 1.0) != found.temperatures_K[:2]
+    whole = fit(logits_NK, accepted_N, proposed_N=proposed_N, min_rounds=99)
+    assert whole.fallback_positions == ()
+    assert whole.temperatures_K[:2] == found.temperatures_K[:2]
+    assert whole.temperatures_K[2] != 1.0
+    outcome_NK = outcomes(accepted_N, 4, proposed_N)
+    assert found.ece_after_K == pytest.approx([q.ece for q in quality(found.survival(logits_NK), outcome_NK)], abs=1e-12)
+
+
+def test_fit_of_a_position_that_was_never_proposed_keeps_it():
+    found = fit(GOOD, [1, 1, 0], proposed_N=[1, 1, 1])
+    assert (found.fallback_positions, found.temperatures_K[1], found.ece_before_K[1], found.ece_after_K[1]) == ((2,), 1.0, 0.0, 0.0)
+    assert Calibration.from_json(found.to_json(), 2) == found
+
+
 def test_fit_of_cut_rounds_does_not_read_behind_the_cut():
     logits_NK, accepted_N, proposed_N = _rounds(3)
     cut_NK = pad([row[:n] for row, n in zip(logits_NK.tolist(), proposed_N, strict=True)], 4)
@@ -206,8 +282,6 @@ NAN, GOOD = math.nan, [[1.0, 2.0], [0.5, 1.0], [0.0, -1.0]]
         (GOOD, [1, 0], {}, r"logits.shape: \(3, 2\): \[N, K\] with N = 2"),
         ([1.0, 2.0], [1, 0], {}, r"logits.shape: \(2,\)"),
         (np.zeros((0, 2)), [], {}, r"logits.shape: \(0, 2\)"),
-        (GOOD, [1, 1, 0], {"proposed_N": [1, 1, 1]}, r"rounds: \[3, 0\]: at least 1 proposed at each position"),
-        (GOOD, [1, 1, 0], {"min_rounds": 4}, r"rounds: \[3, 3\]: at least 4"),
         (GOOD, [1, 1, 0], {"grid": (0.5, 2.0)}, r"grid: .* 1.0 among them"),
         (GOOD, [1, 1, 0], {"grid": (-1.0, 1.0)}, r"grid: .* above 0"),
         (GOOD, [1, 1, 0], {"num_bins": 0}, r"num_bins: 0: at least 1"),
@@ -270,6 +344,9 @@ def test_json_of_a_calibration_reads_back_and_has_the_keys_of_sglang():
         ({"num_samples": True}, "num_samples: True: an integer"),
         ({"num_bins": 0}, "num_bins: 0: at least 1"),
         ({"grid": []}, "grid: .* at least one number"),
+        ({"fallback_positions": None}, "fallback_positions: None: a list of numbers"),
+        ({"fallback_positions": [2]}, r"fallback_positions: \[2\]: positions of the block whose temperature is 1"),
+        ({"fallback_positions": [4]}, r"fallback_positions: \[4\]: positions of the block"),
     ],
 )
 def test_json_with_a_wrong_value_is_refused(change, message):
@@ -283,77 +360,96 @@ def test_json_that_is_no_object_is_refused(text):
         Calibration.from_json(text, block_size=3)
 
 
-# --- the paired bootstrap ---------------------------------------------------------------------------------------------
+# --- the bootstrap ----------------------------------------------------------------------------------------------------
 
 
 def _bootstrap_arguments(seed, num_rounds=40, num_prompts=9):
     logits_NK, accepted_N, proposed_N = _rounds(seed, num_rounds=num_rounds, is_coarse=True, block_size=3)
     prompts = [f"prompt-{i}" for i in np.random.default_rng(seed).integers(0, num_prompts, num_rounds)]
-    before_NK, after_NK = survival(logits_NK), survival(logits_NK, [1.6, 2.0, 2.5])
-    return before_NK, after_NK, outcomes(accepted_N, 3, proposed_N), prompts
+    return survival(logits_NK), survival(logits_NK, [1.6, 2.0, 2.5]), outcomes(accepted_N, 3, proposed_N), prompts
 
 
-def _loop_bootstrap(before_NK, after_NK, outcome_NK, prompts, metric, num_resamples, seed):
-    """Rounds of drawn prompts in a list, as often as drawn; rows of changes by position, first of the data themselves."""
+def _paired(metric, before_NK, after_NK, outcome_NK, prompts, **settings):
+    before_SK, after_SK = (resample(metric, x, outcome_NK, prompts, **settings) for x in (before_NK, after_NK))
+    return estimates(after_SK - before_SK)
+
+
+def _loop_resample(metric, survival_NK, outcome_NK, prompts, num_resamples, seed):
+    """Rounds of drawn prompts in a list, as often as drawn; rows of values by position, first of the data themselves."""
     names = sorted(set(prompts))
     draws = np.random.default_rng(seed).integers(0, len(names), size=(num_resamples, len(names)))
-    changes = []
+    kept_K = [[n for n in range(len(prompts)) if not math.isnan(outcome_NK[n, k])] for k in range(outcome_NK.shape[1])]
+    bins_K = [dict(zip(kept, _mass_bins([float(survival_NK[n, k]) for n in kept]), strict=True)) for k, kept in enumerate(kept_K)]
+    values = []
     for draw in [range(len(names)), *draws.tolist()]:
         rows = [n for i in draw for n in range(len(prompts)) if prompts[n] == names[i]]
-        changes.append([])
-        for k in range(outcome_NK.shape[1]):
-            kept = [n for n in rows if not math.isnan(outcome_NK[n, k])]
-            labels = [int(outcome_NK[n, k]) for n in kept]
-            pair = [LOOPS[metric]([float(x[n, k]) for n in kept], labels) for x in (before_NK, after_NK)]
-            changes[-1].append(math.nan if None in pair else pair[1] - pair[0])
-    return np.array(changes)
+        values.append([])
+        for k, bins in enumerate(bins_K):
+            kept = [n for n in rows if n in bins]
+            columns = [float(survival_NK[n, k]) for n in kept], [int(outcome_NK[n, k]) for n in kept]
+            value = _loop_ece_of_bins([bins[n] for n in kept], *columns) if metric == "ece_mass" else LOOPS[metric](*columns)
+            values[-1].append(math.nan if value is None else value)
+    return np.array(values)
 
 
-@pytest.mark.parametrize("metric", ["ece", "brier", "auroc"])
+@pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("seed", range(2))
-def test_paired_bootstrap_equals_resampling_in_a_loop(metric, seed):
-    arguments = _bootstrap_arguments(seed)
-    found = paired_bootstrap(*arguments, metric, num_resamples=60, seed=seed + 5)
-    change_SK = _loop_bootstrap(*arguments, metric, 60, seed + 5)
-    columns = [*change_SK.T, np.array([sum(row) / len(row) for row in change_SK])]
-    for difference, change_S in zip([*found.position_K, found.mean], columns, strict=True):
-        resampled = [x for x in change_S[1:] if not math.isnan(x)]
-        wanted = (change_S[0], *np.percentile(resampled, [2.5, 97.5]))
-        assert dataclasses.astuple(difference) == pytest.approx(wanted, abs=1e-12)
+def test_resample_equals_resampling_in_a_loop(metric, seed):
+    _, survival_NK, outcome_NK, prompts = _bootstrap_arguments(seed)
+    found = resample(metric, survival_NK, outcome_NK, prompts, num_resamples=60, seed=seed + 5)
+    assert found == pytest.approx(_loop_resample(metric, survival_NK, outcome_NK, prompts, 60, seed + 5), abs=1e-12, nan_ok=True)
 
 
-def test_paired_bootstrap_of_the_same_survivals_is_zero():
+def test_estimates_are_the_rounds_themselves_and_percentiles_of_the_resamples():
+    value_SK = np.random.default_rng(0).random((41, 3))
+    value_SK[3, 1] = math.nan
+    found = estimates(value_SK)
+    columns = [*value_SK.T, np.array([sum(row) / 3 for row in value_SK])]
+    for estimate, value_S in zip([*found.position_K, found.mean], columns, strict=True):
+        wanted = (value_S[0], *np.percentile([x for x in value_S[1:] if not math.isnan(x)], [2.5, 97.5]))
+        assert dataclasses.astuple(estimate) == pytest.approx(wanted, abs=1e-12)
+    assert dataclasses.astuple(estimates(value_SK[:1]).mean) == (pytest.approx(value_SK[0].mean()), None, None)
+
+
+def test_bootstrap_of_the_same_survivals_is_zero():
     before_NK, _, outcome_NK, prompts = _bootstrap_arguments(0)
-    found = paired_bootstrap(before_NK, before_NK, outcome_NK, prompts, "ece")
-    assert {dataclasses.astuple(d) for d in (*found.position_K, found.mean)} == {(0.0, 0.0, 0.0)}
+    for metric in ("ece", "auroc"):
+        found = _paired(metric, before_NK, before_NK.copy(), outcome_NK, prompts)
+        assert {dataclasses.astuple(d) for d in (*found.position_K, found.mean)} == {(0.0, 0.0, 0.0)}
 
 
-def test_paired_bootstrap_resamples_prompts_not_rounds():
+def test_bootstrap_resamples_prompts_not_rounds():
     """Rounds of a prompt are all alike: a prompt of many rounds carries no more than one of few."""
     arguments = _bootstrap_arguments(1, num_prompts=6)
     repeated = [np.repeat(x, 20, axis=0) for x in arguments]
-    found, wide = (paired_bootstrap(*x, "brier", seed=3) for x in (arguments, repeated))
+    found, wide = (_paired("brier", *x, seed=3) for x in (arguments, repeated))
     assert dataclasses.astuple(wide.mean) == pytest.approx(dataclasses.astuple(found.mean), abs=1e-12)
 
 
-def test_paired_bootstrap_of_a_metric_without_trials_is_none():
+def test_bootstrap_of_a_metric_without_trials_is_none():
     arguments = _, _, outcome_NK, _ = _bootstrap_arguments(0)
     outcome_NK[:, 2] = np.where(np.isnan(outcome_NK[:, 2]), np.nan, 0.0)
-    found = paired_bootstrap(*arguments, "auroc", num_resamples=20)
-    assert found.position_K[0].estimate is not None
-    assert dataclasses.astuple(found.position_K[2]) == dataclasses.astuple(found.mean) == (None, None, None)
+    found = _paired("auroc", *arguments, num_resamples=20)
+    assert dataclasses.astuple(found.position_K[2]) == (None, None, None)
+    assert found.mean.estimate == pytest.approx(sum(p.estimate for p in found.position_K[:2]) / 2)
     outcome_NK[:, 2] = np.nan
-    assert paired_bootstrap(*arguments, "ece", num_resamples=20).position_K[2].estimate is None
+    assert _paired("ece", *arguments, num_resamples=20).position_K[2].estimate is None
 
 
-def test_paired_bootstrap_of_wrong_arguments_is_refused():
-    before_NK, after_NK, outcome_NK, prompts = _bootstrap_arguments(0)
+def test_resample_of_one_prompt_has_its_value_and_no_resamples():
+    survival_NK, _, outcome_NK, _ = _bootstrap_arguments(0)
+    found = resample("ece", survival_NK, outcome_NK, ["one"] * 40, num_resamples=0)
+    assert found.tolist() == [pytest.approx([q.ece for q in quality(survival_NK, outcome_NK)])]
+
+
+def test_resample_of_wrong_arguments_is_refused():
+    survival_NK, _, outcome_NK, prompts = _bootstrap_arguments(0)
     for arguments, message in (
-        ((before_NK, after_NK, outcome_NK, prompts, "ECE"), "metric: 'ECE' is none of ece, brier, auroc"),
-        ((before_NK, after_NK, outcome_NK, prompts[1:], "ece"), r"prompt: shape \(39,\) for 40 rounds"),
-        ((before_NK, after_NK, outcome_NK, ["one"] * 40, "ece"), "of at least 2 prompts"),
-        ((before_NK, after_NK[:, :2], outcome_NK, prompts, "ece"), r"survival: shape \(40, 2\) is not that of the outcomes"),
-        ((before_NK, after_NK * math.inf, outcome_NK, prompts, "ece"), r"survival\[0\]\[0\]: inf is not finite"),
+        (("ECE", survival_NK, outcome_NK, prompts), "metric: 'ECE' is none of ece, ece_mass, brier, auroc"),
+        (("ece", survival_NK, outcome_NK, prompts[1:]), r"prompt: shape \(39,\) for 40 rounds"),
+        (("ece", survival_NK, outcome_NK, ["one"] * 40), "of at least 2 prompts"),
+        (("ece", survival_NK[:, :2], outcome_NK, prompts), r"survival: shape \(40, 2\) is not that of the outcomes"),
+        (("ece", survival_NK * math.inf, outcome_NK, prompts), r"survival\[0\]\[0\]: inf is not finite"),
     ):
         with pytest.raises(ValueError, match=rf"{message}.*Fix: "):
-            paired_bootstrap(*arguments)
+            resample(*arguments)
