@@ -202,11 +202,12 @@ def _options(
     from dspark.simulate import replay
 
     found = []
-    for policy, kind, changes in (
+    jobs: list[tuple[str, str, dict[str, Any]]] = [
         ("scheduler_async", CALIBRATED, {"new_requests": "one" if config.new_requests == "mean" else "mean"}),
         *(("scheduler_async", CALIBRATED, {"lag_rounds": lag}) for lag in (1, 2, 4) if lag != config.lag_rounds),
         *((SERVED, kind, {"skips_by": "confidences" if config.skips_by == "outcomes" else "outcomes"}) for kind in ("raw", CALIBRATED)),
-    ):
+    ]
+    for policy, kind, changes in jobs:
         throughput = replay(texts[kind], policy, cost, num_requests, replace(config, **changes)).throughput_tokens_per_second
         over_default = throughput / _throughput(rows, policy, kind)
         found.append({"num_requests": num_requests, "policy": policy, "confidences": kind, **changes, "over_default": over_default})
