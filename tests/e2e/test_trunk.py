@@ -69,8 +69,17 @@ def test_trunk_local_run_makes_every_artifact_with_its_record(finished: Path) ->
     assert set(report["settings"]) == {"t0-greedy", "t0-greedy-no_markov", "t1-probabilistic"}
     assert all(1.0 <= report["settings"][name]["test"]["all"]["accepted_length"] <= 5.0 for name in report["settings"])
     check_release(LocalStorage(str(next(finished.glob("publish/*/release")))))
-    rows = json.loads(next(finished.glob("schedule/*/report.json")).read_text())["rows"]
-    assert {(row["confidences"], row["num_requests"]) for row in rows} == {(c, n) for c in ("raw", "calibrated") for n in (1, 4, 16)}
+    scheduled = json.loads(next(finished.glob("schedule/*/report.json")).read_text())
+    kinds = {"raw", "global", "platt", "isotonic", "sts", "oracle"}
+    assert {(row["confidences"], row["num_requests"]) for row in scheduled["rows"]} == {(c, n) for c in (*kinds, None) for n in (1, 4, 16)}
+    assert {(row["policy"], row["confidences"]) for row in scheduled["calibration"]} >= {("scheduler_async", kind) for kind in kinds}
+    assert all(len(row["throughput_tokens_per_second_by_k"]) == 5 for row in scheduled["static"])
+    assert {check["name"] for check in scheduled["checks"]} == {
+        "async_over_best_static",
+        "scheduler_over_best_static",
+        "oracle_over_every_policy",
+        "budget_rise",
+    }
     assert made["train"]["inputs"]["cache"]["payload_sha256"] == made["cache_targets"]["payload_sha256"]
     assert not list(finished.rglob("*.partial"))
     assert not list(finished.rglob("lease.json"))
