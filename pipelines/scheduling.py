@@ -60,7 +60,8 @@ DEFINITIONS = {
         "drafting_share": "steps with a draft pass / steps",
         "mean_context_tokens": "of the live slots",
     },
-    "calibration": "the same scheduler on other confidences; 95 % percentile intervals over resamples of the texts, over_raw paired",
+    "calibration": "the same scheduler on other confidences; 95 % percentile intervals over resamples of the texts, over_raw paired. "
+    "A resample is replayed for about one pass over its texts, estimates for stage.schedule.num_rounds at least",
     "static": "fixed k by throughput, 0 is no drafting; a drafter of blocks drafts all K whatever k is. recommended_k: the best, for engines "
     "that cannot schedule",
     "oracle": "the step-wise best admission that knows the outcomes, over the scheduler as served and over the best static policy, less 1",
