@@ -4,7 +4,7 @@ A step is the draft pass of R requests and the verification of B tokens. The tar
 B takes longer with more requests and behind longer contexts: a measured `Curve` holds for one context length and one number of
 requests, and `StepProfile.at` interpolates between curves.
 
-    check_timings(timings, max_spread)                   refuses what no table should be made of
+    check_timings(timings, 0.3, 0.7)                     refuses what no table should be made of
     profile = StepProfile.of(timings)                    medians
     profile.at(context_tokens=300.0, num_requests=24)    a StepCost, what a replay or a scheduler reads
 
@@ -19,7 +19,6 @@ import numpy as np
 
 from dspark.scheduler import SpsTable
 
-MIN_RANK_CORRELATION = 0.7  # of time with size; of 20 timings that ignore it, one profile in some thousand gets there
 MAX_NOISY_SHARE = 0.2  # of all sizes
 
 
@@ -52,11 +51,16 @@ class StepTiming:
         return self.verify_seconds + self.overhead_seconds
 
 
-def check_timings(timings: Sequence[StepTiming], max_spread: float) -> None:
+def even_lengths(batch_tokens: int, num_requests: int) -> np.ndarray:
+    """[R]: drafted tokens of each request in a step of so many tokens, anchors included, as even as can be."""
+    return np.full(num_requests, batch_tokens // num_requests - 1) + (np.arange(num_requests) < batch_tokens % num_requests)
+
+
+def check_timings(timings: Sequence[StepTiming], max_spread: float, min_rank_correlation: float) -> None:
     """ValueError for timings that no scheduler should trust.
 
     At each context length the steps of the most requests, which weigh most in the engine, must take longer the more they verify:
-    neither flat (`SpsTable.from_timings`) nor without rank correlation. And they must repeat: at most a fifth of all (context,
+    neither flat (`SpsTable.from_timings`) nor below that rank correlation of time with size (about 0 where an engine ignores it). And they must repeat: at most a fifth of all (context,
     requests, size) may have an interquartile range above `max_spread` times its median.
     """
     most = max((t.num_requests for t in timings), default=0)
@@ -65,10 +69,10 @@ def check_timings(timings: Sequence[StepTiming], max_spread: float) -> None:
         sizes, seconds = [t.batch_tokens for t in largest], [t.whole_verify_seconds for t in largest]
         SpsTable.from_timings(sizes, [0.0] * len(largest), seconds)
         correlation = float(np.corrcoef(_ranks(sizes), _ranks(seconds))[0, 1])
-        if correlation < MIN_RANK_CORRELATION:
+        if correlation < min_rank_correlation:
             raise ValueError(
                 f"sps.verify_seconds: the rank correlation with batch_tokens is {correlation:.2f} for {most} requests behind {context_tokens} "
-                f"tokens, it must be at least {MIN_RANK_CORRELATION}. Fix: check that the engine verifies as many tokens as requested, and "
+                f"tokens, it must be at least {min_rank_correlation}. Fix: check that the engine verifies as many tokens as requested, and "
                 "measure on a machine that does nothing else"
             )
     cells: dict[tuple[int, int, int], list[float]] = defaultdict(list)

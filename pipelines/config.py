@@ -229,6 +229,7 @@ def _check(settings: Settings) -> None:
     for path, sizes in (
         ("stage.profile_sps.batch_tokens", stage.profile_sps.batch_tokens),
         ("stage.profile_sps.num_requests", stage.profile_sps.num_requests),
+        ("stage.profile_sps.context_tokens", stage.profile_sps.context_tokens),
         ("stage.schedule.concurrencies", stage.schedule.concurrencies),
     ):
         is_ascending = list(sizes) == sorted(set(sizes)) and bool(sizes) and sizes[0] >= 1
@@ -237,14 +238,14 @@ def _check(settings: Settings) -> None:
         max(stage.schedule.concurrencies),
         settings.until is None or STEPS.index(settings.until) >= STEPS.index("schedule"),
     )
-    needed = most * (drafter.block_size + 1)
+    profiled = stage.profile_sps.num_requests
     require(
         not (isinstance(drafter, DSparkConfig) and reaches_schedule)
-        or (max(stage.profile_sps.batch_tokens) >= needed and max(stage.profile_sps.num_requests) >= most),
+        or profiled[0] <= min(stage.schedule.concurrencies) <= most <= profiled[-1],
         "stage.schedule.concurrencies",
         list(stage.schedule.concurrencies),
-        f"{most} requests with blocks of {drafter.block_size} need steps of {needed} tokens measured, beyond the largest one a token looks free",
-        f"stage.profile_sps.batch_tokens up to {needed} and num_requests up to {most}, or fewer requests at once",
+        f"a replay needs measured steps of as many requests, and stage.profile_sps.num_requests go from {profiled[0]} to {profiled[-1]}",
+        f"stage.profile_sps.num_requests from {min(stage.schedule.concurrencies)} to {most}",
     )
     require(
         "decoding" in stage.profile_sps.engines,
@@ -260,7 +261,8 @@ def _check(settings: Settings) -> None:
         ("stage.calibrate.num_folds", stage.calibrate.num_folds, 2),
         ("stage.calibrate.num_resamples", stage.calibrate.num_resamples, 1),
         ("stage.profile_sps.num_repeats", stage.profile_sps.num_repeats, 1),
-        ("stage.profile_sps.context_tokens", stage.profile_sps.context_tokens, 1),
+        ("stage.profile_sps.max_spread", stage.profile_sps.max_spread, 0),
+        ("stage.profile_sps.min_rank_correlation", stage.profile_sps.min_rank_correlation, -1),
         ("stage.schedule.num_steps", stage.schedule.num_steps, 1),
         ("stage.schedule.num_warmup_steps", stage.schedule.num_warmup_steps, 0),
         ("stage.schedule.num_rounds", stage.schedule.num_rounds, 1),

@@ -133,6 +133,7 @@ class ProfileSpsConfig:
 
     profile_sps: ProfileSpsStage
     target: TargetIdentity
+    block_size: int
     stack: stacks.Stack
 
 
@@ -278,9 +279,9 @@ def _second_half(
     )
     profile_sps = Step(
         "profile_sps",
-        2,
+        3,
         "pipelines.stages.profile_sps:run",
-        ProfileSpsConfig(stage.profile_sps, identity, stacks.probe(engines.num_cpus, engines.num_gpus)),
+        ProfileSpsConfig(stage.profile_sps, identity, block_size, stacks.probe(engines.num_cpus, engines.num_gpus)),
         {"drafter": train},
         artifacts.SpsProfile,
         label,
@@ -298,7 +299,7 @@ def _second_half(
     )
     publish = Step(
         "publish",
-        1,
+        2,
         "pipelines.stages.publish:run",
         PublishConfig(stage.publish, identity, block_size),
         {"drafter": train, "report": evaluate, "calibration": calibrate, "profile": profile_sps, "schedule": schedule},

@@ -184,13 +184,15 @@ class CalibrateStage:
 
 @dataclass(frozen=True)
 class ProfileSpsStage:
-    """`batch_tokens`: verified in one step, anchors included; `num_requests`: drafted for in one step."""
+    """`batch_tokens`: verified in one step, anchors included; of R requests the grid's sizes from R to R * (K + 1), and these two."""
 
     engines: tuple[Literal["decoding", "vllm"], ...]
     batch_tokens: tuple[int, ...]
     num_requests: tuple[int, ...]
-    context_tokens: int
+    context_tokens: tuple[int, ...]
     num_repeats: int
+    max_spread: float  # interquartile range over median, of four fifths of all sizes at least
+    min_rank_correlation: float  # of time with size, in the steps of the most requests
     precision: Literal["bf16", "fp32"]
     seed: int
 

@@ -1,4 +1,4 @@
-"""The one door to vLLM: generation, and hidden states by prefill.
+"""The one door to vLLM: generation, hidden states by prefill, and verification steps to be timed.
 
 Both engines run inside the worker's own process. On a CPU the environment below makes that possible and fast: in-process,
 threads as the worker was given them, no binding to cores, no compilation. It must be set before vLLM is imported.
@@ -12,11 +12,13 @@ pieces. The method cannot generate on a CPU, so text comes from a plain engine.
 
 import os
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 
 _HAS_GPU = torch.cuda.is_available()
@@ -40,6 +42,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 from vllm.inputs import TokensPrompt  # noqa: E402
 
 from dspark.layers import fast_dtype  # noqa: E402
+from dspark.step_cost import even_lengths  # noqa: E402
 
 if TYPE_CHECKING:
     from dspark.target import TargetHead
@@ -50,6 +53,7 @@ ENGINE_DTYPE: Literal["bfloat16", "float32"] = "bfloat16" if fast_dtype() == tor
 CAPTURE_GPU_SHARE = 0.85  # the head, which takes the log-sum-exp, lies beside the engine
 CAPTURE_SEQUENCES = 16  # sequences prefilled together; their states wait in the engine's cache
 BATCH_TOKENS = 4096
+NUM_CONTEXTS = 16  # different ones behind the steps that are timed
 
 
 def version() -> str:
@@ -142,10 +146,9 @@ class Capture:
 
 
 class Prefiller:
-    """Engine steps of exactly so many tokens, to be timed: prompts prefilled together, one token sampled for each."""
+    """Prompts prefilled together, one token sampled for each."""
 
     def __init__(self, folder: Path, precision: str, prompt_tokens: int, batch_tokens: int) -> None:
-        self._prompt_tokens = prompt_tokens
         self._engine = vllm.LLM(
             str(folder),
             dtype="bfloat16" if precision == "bf16" else "float32",
@@ -157,12 +160,105 @@ class Prefiller:
         )
         self._sampling = vllm.SamplingParams(temperature=0, max_tokens=1, detokenize=False)
 
-    def step(self, batch_tokens: int) -> None:
-        lengths = [min(self._prompt_tokens, batch_tokens - start) for start in range(0, batch_tokens, self._prompt_tokens)]
-        self.prefill([[1] * length for length in lengths])
-
     def prefill(self, sequences: list[list[int]]) -> None:
         self._engine.generate(_prompts(sequences), self._sampling, use_tqdm=False)
+
+
+@dataclass(frozen=True)
+class VerificationStep:
+    """`model_seconds`: forward, sampling and rejection test; `seconds`: with vLLM's scheduling and output before and after."""
+
+    batch_tokens: int
+    model_seconds: float
+    seconds: float
+
+
+class Verifier:
+    """vLLM's own ragged verification steps, each of exactly so many tokens, to be timed.
+
+    What is verified comes from `ScriptedProposer`: the wanted number of drafted tokens, spread over the requests. Their contexts
+    are `NUM_CONTEXTS` texts, by turns and through the prefix cache, so that they are computed but once; these are more than a
+    processor's caches hold, as the contexts of real requests are.
+    """
+
+    def __init__(self, folder: Path, precision: str, max_length_tokens: int, num_requests: int, block_size: int) -> None:
+        self._engine = vllm.LLM(
+            str(folder),
+            dtype="bfloat16" if precision == "bf16" else "float32",
+            enforce_eager=not _HAS_GPU,
+            enable_prefix_caching=True,
+            max_num_batched_tokens=max(BATCH_TOKENS, num_requests * (block_size + 1)),
+            max_num_seqs=num_requests,
+            max_model_len=max_length_tokens + block_size + 1,
+            disable_log_stats=True,
+            speculative_config={
+                "method": "custom_class",
+                "model": f"{__name__}.{ScriptedProposer.__name__}",
+                "num_speculative_tokens": block_size,
+            },
+        ).llm_engine
+        (self._proposer,) = self._engine.collective_rpc(_proposer)
+        self._vocab_size = self._engine.model_config.get_vocab_size()
+        self._batch_tokens, self._model_seconds = 0, 0.0
+        executor: Any = self._engine.engine_core.engine_core.model_executor  # type: ignore[attr-defined] # of an engine in this process
+        executor.execute_model, executor.sample_tokens = self._timed(executor.execute_model), self._timed(executor.sample_tokens)
+
+    def steps(self, context_tokens: int, num_requests: int, sizes: Sequence[int]) -> Iterator[VerificationStep]:
+        """One for each size, in this order; behind `context_tokens` cached tokens at first, each adds what it accepts, mostly one."""
+        names = [f"{time.monotonic_ns()}-{i}" for i in range(num_requests)]
+        sampling = vllm.SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, detokenize=False)
+        for i, name in enumerate(names):
+            ids = np.random.default_rng(i % NUM_CONTEXTS).integers(self._vocab_size, size=context_tokens)
+            # A token of its own behind them: of a prompt that is cached to its end, vLLM computes the last block again.
+            self._engine.add_request(name, TokensPrompt(prompt_token_ids=[*ids.tolist(), i % self._vocab_size]), sampling)
+        self._proposer.batch_tokens = None
+        while self._proposer.num_requests < num_requests:  # prompts, and plain steps of those that began
+            self._engine.step()
+        self._proposer.batch_tokens = sizes[0]
+        self._engine.step()
+        for size, following in zip(sizes, [*sizes[1:], None], strict=True):
+            self._proposer.batch_tokens = following  # proposed at the end of this step
+            self._model_seconds, started = 0.0, time.perf_counter()
+            self._engine.step()
+            seconds = time.perf_counter() - started
+            if self._batch_tokens != size:
+                raise RuntimeError(f"vLLM verified {self._batch_tokens} tokens where {size} of {num_requests} requests were asked for")
+            yield VerificationStep(size, self._model_seconds, seconds)
+        self._engine.abort_request(names)
+        self._engine.step()  # removes them
+        self._proposer.num_requests = 0
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(argument: Any, **options: Any) -> Any:
+            started = time.perf_counter()
+            found = call(argument, **options)
+            self._model_seconds += time.perf_counter() - started
+            self._batch_tokens = getattr(argument, "total_num_scheduled_tokens", self._batch_tokens)
+            return found
+
+        return timed
+
+
+class ScriptedProposer:
+    """vLLM's `custom_class` speculation: drafts without sense, as many as make the next step one of `batch_tokens` tokens."""
+
+    def __init__(self, _config: object) -> None:
+        self.batch_tokens: int | None = None  # no drafts
+        self.num_requests = 0  # of the last step, for which a token was sampled
+
+    def load_model(self, _target: object) -> None:
+        """There is none."""
+
+    def propose(self, sampled_token_ids: list[list[int]], *_arguments: Any, **_options: Any) -> list[list[int]]:
+        self.num_requests = sum(1 for ids in sampled_token_ids if ids)
+        if self.batch_tokens is None:
+            return [[] for _ in sampled_token_ids]
+        lengths = even_lengths(self.batch_tokens, len(sampled_token_ids))
+        return [[i % 2] * length for i, length in enumerate(lengths.tolist())]
+
+
+def _proposer(worker: Any) -> ScriptedProposer:
+    return worker.model_runner.drafter
 
 
 @dataclass(frozen=True)

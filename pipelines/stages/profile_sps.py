@@ -1,25 +1,24 @@
-"""profile_sps: how long an engine step takes, by the number of tokens that it verifies and of requests that it drafts for.
+"""profile_sps: how long an engine's steps take, by the requests that they draft for, the tokens that they verify, and the context.
 
-Repeated in random order after one warm-up of each, medians taken. A step of exactly B verified tokens is made
+Every number of requests R behind every context length, in random order; of each, steps of R to R * (K + 1) verified tokens, each
+size repeated, in random order (large ones half as often). A step is a real one of
 
-    decoding   by a forward over B / n requests of n tokens each (n <= K + 1 the largest that divides B) behind
-               `context_tokens` cached ones, with logits, rejection test and the drafter's context; drafting (greedy) is timed
-               apart, by number of requests. Left out: the bookkeeping of rounds on the host
-    vllm       by prefilling prompts of B tokens in all, in one engine step, one token sampled for each; no drafting, and a
-               prompt's own tokens as context
+    decoding   `dspark.decoding.decode` with the trained drafter (dspark/profiling.py)
+    vllm       vLLM's own scheduler, model runner and rejection test on drafts without sense: it cannot run the drafter on a CPU,
+               so nothing is drafted and `draft_seconds` are 0
 
-`timings.json` holds every measurement, `sps.json` the medians by engine, `sps.png` a figure. A table that is flat or whose
-timings are no durations is refused (`SpsTable.from_timings`). Valid for the stack in its config alone.
+`timings.json` holds every measurement in its parts: drafting, verification, and the overhead of what else the engine does in a
+step. `sps.json` holds medians and spreads, and what they are valid for: `read_profile` compares it with what its reader has.
+`sps.png` is a figure. Timings that are flat, noisy or do not respond to the size are refused (dspark/step_cost.py).
 """
 
+import itertools
 import json
 import random
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 from dspark.storage import Storage
 from pipelines.artifacts import SpsProfile
@@ -29,10 +28,14 @@ from pipelines.decoder import Decoder, DecoderSettings
 from pipelines.figures import png
 from pipelines.flow import ProfileSpsConfig
 from pipelines.runner import Progress, Work
+from pipelines.settings import ProfileSpsStage
 from pipelines.targets import local_folder
 
+if TYPE_CHECKING:
+    from dspark.step_cost import StepProfile, StepTiming
+
 FIGURE = "sps.png"
-PROMPT_TOKENS = 512  # longest prompt of a vLLM step
+LARGE_TOKENS = 256  # steps of more are measured half as often
 
 
 @dataclass(frozen=True)
@@ -40,48 +43,48 @@ class Settings:
     config: ProfileSpsConfig
     target_uri: str
     drafter_uri: str
-    out_uri: str
 
 
 def run(config: ProfileSpsConfig, inputs: Mapping[str, Artifact], out: Storage, work: Work) -> Outcome:
-    from dspark.scheduler import SpsTable
+    from dspark.step_cost import StepProfile, StepTiming, check_timings, spread
 
     stage = config.profile_sps
-    settings = Settings(config, work.resources.target_uri, inputs["drafter"].uri, out.uri)
-    timings: list[dict[str, Any]] = []
+    settings = Settings(config, work.resources.target_uri, inputs["drafter"].uri)
+    timings: dict[str, list[StepTiming]] = {}
     work.report(Progress(0, len(stage.engines), "engines"))
     for i, engine in enumerate(stage.engines, 1):
-        for found in work.map("pipelines.stages.profile_sps:Profiler", settings, [engine]):  # a worker of its own for each
-            timings += found
+        found = [rows for rows in work.map("pipelines.stages.profile_sps:Profiler", settings, [engine])]  # a worker of its own for each
+        timings[engine] = [StepTiming(**row) for rows in found for row in rows]
         work.report(Progress(i, len(stage.engines), "engines"))
-    out.put(SpsProfile.TIMINGS, json.dumps(timings).encode())
-    profile: dict[str, dict[str, Any]] = {}
-    for engine in stage.engines:
-        parts: dict[str, Any] = {}
-        for part, axis in (("verify", "batch_tokens"), ("draft", "num_requests")):
-            rows = [t for t in timings if t["engine"] == engine and t["part"] == part]
-            if rows:
-                sizes, seconds = [t[axis] for t in rows], [t["seconds"] for t in rows]
-                parts[part] = {axis: sorted(set(sizes)), "seconds": _medians(sizes, seconds)}
-                if part == "verify":  # drafting may well take as long for any number of requests
-                    SpsTable.from_timings(sizes, [0.0] * len(rows), seconds)
-        profile[engine] = parts
-    stack = config.stack
+    raw = [{"engine": engine, **asdict(timing)} for engine, rows in timings.items() for timing in rows]
+    out.put(SpsProfile.TIMINGS, json.dumps(raw).encode())  # before they are judged: a refused run can be looked at
+    curves: dict[str, list[dict[str, Any]]] = {}
+    for name, rows in timings.items():
+        check_timings(rows, stage.max_spread, stage.min_rank_correlation)
+        curves[name] = []
+        for curve in StepProfile.of(rows).curves:
+            of_curve = [t for t in rows if (t.context_tokens, t.num_requests) == (curve.context_tokens, curve.num_requests)]
+            by_size = [[t for t in of_curve if t.batch_tokens == size] for size in curve.batch_tokens]
+            curves[name].append(
+                {
+                    **asdict(curve),
+                    "overhead_seconds": [statistics.median(t.overhead_seconds for t in found) for found in by_size],
+                    "verify_spread": [spread([t.whole_verify_seconds for t in found]) for found in by_size],
+                }
+            )
     record = {
-        "schema_version": 1,
-        "stack": {"device": stack.device, "num_threads": stack.num_threads, "packages": dict(stack.packages), "dtype": stage.precision},
-        "context_tokens": stage.context_tokens,
-        "engines": profile,
+        "schema_version": 2,
+        "identity": _identity(config, inputs["drafter"]),
+        "definitions": {
+            "verify_seconds": "median of a step but for its drafting; overhead_seconds are the part of it outside of the verification",
+            "verify_spread": "interquartile range over median",
+            "context_tokens": "cached when a decoding began; it grows by 32 tokens at most (decoding), or by what the steps emit (vllm)",
+        },
+        "engines": curves,
     }
     out.put(SpsProfile.SPS, json.dumps(record, indent=1).encode())
-    out.put(FIGURE, _figure(timings, profile))
-    metrics = {
-        f"{engine}/{part}_milliseconds_{size}": 1000.0 * seconds
-        for engine, parts in profile.items()
-        for part, columns in parts.items()
-        for size, seconds in zip(columns["batch_tokens" if part == "verify" else "num_requests"], columns["seconds"], strict=True)
-    }
-    return Outcome(file_checksums(out, [SpsProfile.TIMINGS, SpsProfile.SPS, FIGURE]), metrics, (FIGURE,))
+    out.put(FIGURE, _figure(timings, {engine: StepProfile.of(rows) for engine, rows in timings.items()}))
+    return Outcome(file_checksums(out, [SpsProfile.TIMINGS, SpsProfile.SPS, FIGURE]), _metrics(curves), (FIGURE,))
 
 
 class Profiler:
@@ -100,103 +103,130 @@ class Profiler:
         torch.set_num_threads(stack.num_threads)  # what the plan says is what is measured
 
     def __call__(self, engine: str) -> list[dict[str, Any]]:
-        steps = self._decoding_steps() if engine == "decoding" else self._vllm_steps()
-        for _, step in steps:
-            step()
-        timings = []
-        order = [item for item in steps for _ in range(self._stage.num_repeats)]
-        random.Random(self._stage.seed).shuffle(order)
-        for size, step in order:
-            started = time.perf_counter()
-            step()
-            timings.append({"engine": engine, **size, "seconds": time.perf_counter() - started})
+        stage, generator = self._stage, random.Random(self._stage.seed)
+        measure = self._decoding() if engine == "decoding" else self._vllm()
+        pairs = list(itertools.product(stage.context_tokens, stage.num_requests))
+        generator.shuffle(pairs)
+        timings: list[dict[str, Any]] = []
+        for context_tokens, num_requests in pairs:
+            order = _repeated_sizes(stage, num_requests, self._settings.config.block_size)
+            generator.shuffle(order)
+            timings += [asdict(timing) for timing in measure(context_tokens, num_requests, order)]
         return timings
 
-    def _decoding_steps(self) -> list[tuple[dict[str, Any], Callable[[], Any]]]:
-        import torch
+    def _decoding(self) -> "Callable[[int, int, Sequence[int]], Iterable[StepTiming]]":
+        from dspark.profiling import timed_steps
 
-        from dspark.drafters.base import ContextRows
-        from dspark.sampling import distribution, verify
-        from dspark.step import Step
-        from dspark.target import KeyValueCache
-
-        stage, settings = self._stage, self._settings
+        settings, stage = self._settings, self._stage
         decoder = Decoder(DecoderSettings(settings.target_uri, settings.drafter_uri, settings.config.target.weights, 0, 0, 0, 0))
         target, drafter = decoder.models(stage.precision)
-        K, context_tokens, device = drafter.block_size, stage.context_tokens, decoder.device
-        token = int(drafter.draft_ids_W[0])
+        return lambda context_tokens, num_requests, order: timed_steps(target, drafter, context_tokens, num_requests, order, stage.seed)
 
-        def synchronise() -> None:
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+    def _vllm(self) -> "Callable[[int, int, Sequence[int]], Iterable[StepTiming]]":
+        from dspark.step_cost import StepTiming
+        from pipelines.backends.vllm import Verifier
 
-        def verification(batch_tokens: int) -> Callable[[], None]:
-            num_requests, width = _shape(batch_tokens, K)
-            cache, context = (
-                KeyValueCache(num_requests, context_tokens + width),
-                drafter.new_context(num_requests, context_tokens + width),
+        stage, K = self._stage, self._settings.config.block_size
+        most_steps = max(len(_repeated_sizes(stage, num_requests, K)) for num_requests in stage.num_requests)
+        max_length = max(stage.context_tokens) + (most_steps + 3) * (K + 1)
+        engine = Verifier(local_folder(self._settings.target_uri), stage.precision, max_length, max(stage.num_requests), K)
+
+        def measure(context_tokens: int, num_requests: int, order: Sequence[int]) -> "Iterable[StepTiming]":
+            for step in engine.steps(context_tokens, num_requests, order):
+                overhead_seconds = step.seconds - step.model_seconds
+                yield StepTiming(context_tokens, num_requests, step.batch_tokens, 0.0, step.model_seconds, overhead_seconds)
+
+        return measure
+
+
+def _repeated_sizes(stage: ProfileSpsStage, num_requests: int, block_size: int) -> list[int]:
+    """Those of the grid that so many requests can verify, the least and the most always, each as often as it is measured."""
+    least, most = num_requests, num_requests * (block_size + 1)
+    sizes = sorted({least, most, *(size for size in stage.batch_tokens if least < size < most)})
+    return [size for size in sizes for _ in range(stage.num_repeats if size <= LARGE_TOKENS else -(-stage.num_repeats // 2))]
+
+
+def _identity(config: ProfileSpsConfig, drafter: Artifact) -> dict[str, Any]:
+    """What the costs are valid for."""
+    stack = config.stack
+    return {
+        "target": config.target.name,
+        "target_weights_sha256": config.target.weights,
+        "drafter_sha256": drafter.payload_sha256,
+        "block_size": config.block_size,
+        "dtype": config.profile_sps.precision,
+        "device": stack.device,
+        "num_devices": 1,
+        "num_threads": stack.num_threads,
+        "packages": dict(stack.packages),
+    }
+
+
+def read_profile(artifact: Artifact, expected: Mapping[str, Any]) -> dict[str, Any]:
+    """sps.json. ValueError unless its identity has these values: costs hold for what they were measured on, and nothing else."""
+    profile = json.loads(open_storage(artifact.uri).read(SpsProfile.SPS))
+    check_identity(profile["identity"], expected)
+    return profile
+
+
+def check_identity(identity: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    for name, value in expected.items():
+        if name not in identity or identity[name] != value:
+            raise ValueError(
+                f"sps.identity.{name}: measured with {identity.get(name)!r}, used with {value!r}: both must be the same. Fix: run the step "
+                "profile_sps on what the costs are used for"
             )
-            tokens = Step.of([[token] * width] * num_requests, [context_tokens] * num_requests, range(num_requests), device)
-            drafted_BK, uniform_BK = tokens.tokens_S.view(num_requests, width)[:, 1:], torch.zeros(num_requests, width - 1, device=device)
-
-            def step() -> None:
-                states = target.forward(tokens, cache)
-                probs_SV = distribution(target.logits(states.final_SD), 0.0)
-                verify(drafted_BK, None, drafter.draft_ids_W, tokens.lengths_R - 1, probs_SV, uniform_BK)
-                drafter.extend_context(context, ContextRows(tokens, states.tapped_SLD, tokens.tokens_S))
-                synchronise()
-
-            return step
-
-        def drafting(num_requests: int) -> Callable[[], None]:
-            context = drafter.new_context(num_requests, context_tokens + K)
-            anchors_B = torch.full((num_requests,), context_tokens, device=device)
-            tokens_B = torch.full_like(anchors_B, token)
-
-            @torch.no_grad()
-            def step() -> None:
-                drafter.propose(context, tokens_B, anchors_B, lambda _, logits_BW: logits_BW.argmax(-1))
-                synchronise()
-
-            return step
-
-        steps: list[tuple[dict[str, Any], Callable[[], Any]]] = []
-        steps += [({"part": "verify", "batch_tokens": size}, verification(size)) for size in stage.batch_tokens]
-        steps += [({"part": "draft", "num_requests": size}, drafting(size)) for size in stage.num_requests]
-        return steps
-
-    def _vllm_steps(self) -> list[tuple[dict[str, Any], Callable[[], Any]]]:
-        from pipelines.backends.vllm import Prefiller
-
-        engine = Prefiller(local_folder(self._settings.target_uri), self._stage.precision, PROMPT_TOKENS, max(self._stage.batch_tokens))
-        return [({"part": "verify", "batch_tokens": size}, partial(engine.step, size)) for size in self._stage.batch_tokens]
 
 
-def _shape(batch_tokens: int, block_size: int) -> tuple[int, int]:
-    """(requests, tokens of each) of a decoding step of exactly so many tokens: as many tokens a request as divide it, up to K + 1."""
-    width = max(n for n in range(1, block_size + 2) if batch_tokens % n == 0)
-    return batch_tokens // width, width
+def step_profile(profile: Mapping[str, Any], engine: str) -> "StepProfile":
+    """What a scheduler reads of sps.json."""
+    from dspark.step_cost import Curve, StepProfile
+
+    return StepProfile(
+        tuple(
+            Curve(c["context_tokens"], c["num_requests"], c["draft_seconds"], tuple(c["batch_tokens"]), tuple(c["verify_seconds"]))
+            for c in profile["engines"][engine]
+        )
+    )
 
 
-def _medians(sizes: Sequence[int], seconds: Sequence[float]) -> list[float]:
-    return [statistics.median(s for n, s in zip(sizes, seconds, strict=True) if n == size) for size in sorted(set(sizes))]
+def _metrics(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, float]:
+    """Of each curve the smallest and the largest step, in milliseconds, and its drafting."""
+    metrics = {}
+    for engine, found in curves.items():
+        for curve in found:
+            where = f"{curve['num_requests']}_requests_behind_{curve['context_tokens']}"
+            metrics[f"{engine}/draft_milliseconds_{where}"] = 1000.0 * curve["draft_seconds"]
+            for i in (0, -1):
+                metrics[f"{engine}/verify_milliseconds_{curve['batch_tokens'][i]}_of_{where}"] = 1000.0 * curve["verify_seconds"][i]
+        metrics[f"{engine}/median_spread"] = statistics.median(spread for curve in found for spread in curve["verify_spread"])
+    return metrics
 
 
-def read_profile(artifact: Artifact) -> dict[str, Any]:
-    return json.loads(open_storage(artifact.uri).read(SpsProfile.SPS))
-
-
-def _figure(timings: Sequence[Mapping[str, Any]], profile: Mapping[str, Any]) -> bytes:
+def _figure(timings: "Mapping[str, Sequence[StepTiming]]", profiles: "Mapping[str, StepProfile]") -> bytes:
+    """Left a line for each number of requests, right one for each context length; points are single steps."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 3.6), layout="constrained")
-    for ax, part, axis in zip(figure.subplots(1, 2), ("verify", "draft"), ("batch_tokens", "num_requests"), strict=True):
-        for i, (engine, parts) in enumerate(profile.items()):
-            if part in parts:
-                rows = [t for t in timings if t["engine"] == engine and t["part"] == part]
-                ax.plot([t[axis] for t in rows], [1000.0 * t["seconds"] for t in rows], ".", color=f"C{i}", alpha=0.4, markersize=4)
-                ax.plot(parts[part][axis], [1000.0 * s for s in parts[part]["seconds"]], color=f"C{i}", label=engine)
-        ax.set(xscale="log", yscale="log", xlabel=axis.replace("_", " "), ylabel="ms", title=f"{part} part of a step")
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    verify, draft = figure.subplots(1, 2)
+    kinds = [(engine, context) for engine, profile in profiles.items() for context in profile.context_tokens]
+    for i, (engine, context_tokens) in enumerate(kinds):
+        rows = [t for t in timings[engine] if t.context_tokens == context_tokens]
+        curves = [curve for curve in profiles[engine].curves if curve.context_tokens == context_tokens]
+        label, colour = f"{engine}, {context_tokens} tokens of context", f"C{i}"
+        points: dict[str, Any] = {"linestyle": "", "marker": ".", "color": colour, "alpha": 0.3, "markersize": 4}
+        verify.plot([t.batch_tokens for t in rows], [1000.0 * t.whole_verify_seconds for t in rows], **points)
+        for curve in curves:
+            milliseconds = [1000.0 * seconds for seconds in curve.verify_seconds]
+            verify.plot(curve.batch_tokens, milliseconds, color=colour, linewidth=1.0, label=label if curve is curves[0] else None)
+        if any(curve.draft_seconds for curve in curves):
+            draft.plot([t.num_requests for t in rows], [1000.0 * t.draft_seconds for t in rows], **points)
+            milliseconds = [1000.0 * curve.draft_seconds for curve in curves]
+            draft.plot([curve.num_requests for curve in curves], milliseconds, color=colour, label=label)
+    verify.set(xlabel="verified tokens, a line for each number of requests", title="verification and overhead of a step")
+    draft.set(xlabel="requests", title="draft pass of a step")
+    for ax in (verify, draft):
+        ax.set(xscale="log", yscale="log", ylabel="ms")
         ax.grid(alpha=0.3)
-        ax.legend()
+        ax.legend(fontsize=7)
     return png(figure)

@@ -7,7 +7,7 @@ never written over.
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dspark.storage import Storage
 from pipelines.artifacts import Calibration, Drafter, EvalReport, Release, ScheduleReport
@@ -15,9 +15,13 @@ from pipelines.backends.object_store import open_storage
 from pipelines.dag import Artifact, Outcome, file_checksums
 from pipelines.flow import PublishConfig
 from pipelines.runner import Progress, Work
-from pipelines.stages.profile_sps import read_profile
+from pipelines.stages.profile_sps import read_profile, step_profile
 from pipelines.stages.schedule import ENGINE
 from pipelines.targets import local_folder
+
+if TYPE_CHECKING:
+    from dspark.scheduler import SpsTable
+    from dspark.step_cost import StepProfile
 
 
 def run(config: PublishConfig, inputs: Mapping[str, Artifact], out: Storage, work: Work) -> Outcome:
@@ -33,14 +37,15 @@ def run(config: PublishConfig, inputs: Mapping[str, Artifact], out: Storage, wor
     head = load_head(folder, torch.bfloat16)
     drafter = load_drafter(open_storage(inputs["drafter"].uri), Drafter.FOLDER, head, config.target.weights, torch.bfloat16)
     fitted = calibration.Calibration.from_json(open_storage(inputs["calibration"].uri).read(Calibration.CALIBRATION), config.block_size)
-    profile = read_profile(inputs["profile"])
-    sps = _table(profile, config.block_size)
+    made_for = {"target_weights_sha256": config.target.weights, "drafter_sha256": inputs["drafter"].payload_sha256}
+    profile = read_profile(inputs["profile"], made_for | {"block_size": config.block_size})
     report = {
         "evaluation": json.loads(open_storage(inputs["report"].uri).read(EvalReport.REPORT)),
         "calibration": json.loads(open_storage(inputs["calibration"].uri).read(Calibration.REPORT)),
         "schedule": json.loads(open_storage(inputs["schedule"].uri).read(ScheduleReport.REPORT)),
         "sps": profile,
     }
+    sps = _table(step_profile(profile, ENGINE), report["schedule"]["context_tokens"], config.block_size)
     lineage = {**_lineage(config, inputs), "calibrated for": report["calibration"]["setting"]}
     card = model_card(drafter, config.target.name, fitted, sps, report["evaluation"], lineage)
     place = open_storage(f"{out.uri}/{Release.FOLDER}")
@@ -56,16 +61,16 @@ def run(config: PublishConfig, inputs: Mapping[str, Artifact], out: Storage, wor
     return Outcome(files, {"bytes": float(size), "num_files": float(len(files))}, registered_model=config.publish.name)
 
 
-def _table(profile: Mapping[str, Any], block_size: int) -> Any:
-    """The SPS table of steps in which every request has its whole block verified."""
+def _table(costs: "StepProfile", context_tokens: float, block_size: int) -> "SpsTable":
+    """The SPS table of steps in which every request has its whole block verified: such a file knows no number of requests."""
     import numpy as np
 
     from dspark.scheduler import SpsTable
 
-    verify, draft = profile["engines"][ENGINE]["verify"], profile["engines"][ENGINE]["draft"]
-    num_requests = -(-np.array(verify["batch_tokens"]) // (block_size + 1))
-    draft_seconds = np.interp(num_requests, draft["num_requests"], draft["seconds"])
-    return SpsTable(tuple(verify["batch_tokens"]), tuple(draft_seconds.tolist()), tuple(verify["seconds"]))
+    sizes = sorted({size for curve in costs.curves for size in curve.batch_tokens})
+    steps = [costs.at(context_tokens, -(-size // (block_size + 1))) for size in sizes]
+    verify_seconds = [float(np.interp(size, step.batch_tokens, step.verify_seconds)) for size, step in zip(sizes, steps, strict=True)]
+    return SpsTable(tuple(sizes), tuple(step.draft_seconds[0] for step in steps), tuple(verify_seconds))
 
 
 def _lineage(config: PublishConfig, inputs: Mapping[str, Artifact]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 Closed loop (dspark/simulate.py) with the drafter's raw confidences, with those of every calibration fitted on the calibrate
 split's rounds, and with ones that know the outcome. `report.json` and the figures are pipelines/scheduling.py: throughput against
 the speed that one user sees (after the paper's Figure 7), budget against concurrency (Figure 8), and what calibration is worth,
-with intervals. Costs are those of the decoding engine; they are not a promise for another one.
+with intervals. Costs are those of the decoding engine behind the mean context of these texts; they are not a promise for another one.
 """
 
 import json
@@ -18,7 +18,7 @@ from pipelines.dag import Artifact, Outcome, file_checksums
 from pipelines.flow import ScheduleConfig
 from pipelines.runner import Progress, Work
 from pipelines.scheduling import CALIBRATED, figures, headline, make_report
-from pipelines.stages.profile_sps import read_profile
+from pipelines.stages.profile_sps import read_profile, step_profile
 from pipelines.stages.trace import read_rounds
 
 ENGINE = "decoding"
@@ -26,16 +26,16 @@ ENGINE = "decoding"
 
 def run(config: ScheduleConfig, inputs: Mapping[str, Artifact], out: Storage, work: Work) -> Outcome:
     from dspark import simulate
-    from dspark.step_cost import StepCost
 
     stage = config.schedule
-    profile = read_profile(inputs["profile"])
-    verify, draft = profile["engines"][ENGINE]["verify"], profile["engines"][ENGINE]["draft"]
-    cost = StepCost(tuple(draft["num_requests"]), tuple(draft["seconds"]), tuple(verify["batch_tokens"]), tuple(verify["seconds"]))
+    drafter_sha256 = inputs["rounds"].record["inputs"]["drafter"]["payload_sha256"]
+    profile = read_profile(inputs["profile"], {"drafter_sha256": drafter_sha256, "block_size": config.block_size})
+    costs = step_profile(profile, ENGINE)
     rounds, texts = read_rounds(inputs["rounds"], "positions", "test"), {}
     for kind, fitted in _fit(config, inputs).items():
         texts[kind] = simulate.texts_from_rounds(rounds, config.block_size, fitted.confidence)
     texts["oracle"] = [text.with_true_confidences() for text in texts["raw"]]
+    context_tokens = simulate.mean_context_tokens(texts["raw"])
     replays = simulate.ReplayConfig(
         stage.thresholds,
         stage.num_steps,
@@ -52,13 +52,13 @@ def run(config: ScheduleConfig, inputs: Mapping[str, Artifact], out: Storage, wo
     work.report(Progress(0, total, "concurrencies"))
     report = make_report(
         texts,
-        lambda num_requests: cost,
+        lambda num_requests: costs.at(context_tokens, num_requests),
         stage.concurrencies,
         replays,
         stage.num_resamples,
         lambda done: work.report(Progress(done, total, "concurrencies")),
     )
-    facts = {"engine": ENGINE, "stack": profile["stack"], "context_tokens": profile["context_tokens"]}
+    facts = {"engine": ENGINE, "sps_identity": profile["identity"], "context_tokens": context_tokens}
     out.put(ScheduleReport.REPORT, json.dumps({**facts, **report}, indent=1).encode())
     drawn = figures(report)
     for name, data in drawn.items():

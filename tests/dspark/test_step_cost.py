@@ -131,7 +131,7 @@ def _repeated(seconds, contexts=(100, 300), num_repeats=5):
 
 
 def test_timings_of_an_engine_that_responds_are_accepted():
-    check_timings(_repeated(lambda t, g: t.whole_verify_seconds * g.uniform(0.95, 1.05)), max_spread=0.2)
+    check_timings(_repeated(lambda t, g: t.whole_verify_seconds * g.uniform(0.95, 1.05)), max_spread=0.2, min_rank_correlation=0.7)
 
 
 @pytest.mark.parametrize(
@@ -149,16 +149,16 @@ def test_timings_of_an_engine_that_responds_are_accepted():
 )
 def test_timings_that_make_no_table_are_refused(seconds, message):
     with pytest.raises(ValueError, match=f"sps.*{message}.*Fix"):
-        check_timings(_repeated(seconds), max_spread=0.2)
+        check_timings(_repeated(seconds), max_spread=0.2, min_rank_correlation=0.7)
 
 
 def test_timings_that_ignore_the_size_behind_one_context_alone_are_refused():
     with pytest.raises(ValueError, match=r"for 8 requests behind 300 tokens"):
-        check_timings(_repeated(lambda t, g: 0.01 * (t.batch_tokens if t.context_tokens == 100 else g.uniform(1, 2))), max_spread=1.0)
+        check_timings(_repeated(lambda t, g: 0.01 * (t.batch_tokens if t.context_tokens == 100 else g.uniform(1, 2))), max_spread=1.0, min_rank_correlation=0.7)
 
 
 def test_timings_with_one_noisy_size_in_twenty_are_accepted():
-    check_timings(_repeated(lambda t, g: 0.01 * t.batch_tokens * (g.choice([0.5, 3.0]) if t.batch_tokens == 1 else 1.0)), max_spread=0.2)
+    check_timings(_repeated(lambda t, g: 0.01 * t.batch_tokens * (g.choice([0.5, 3.0]) if t.batch_tokens == 1 else 1.0)), max_spread=0.2, min_rank_correlation=0.7)
 
 
 def test_spread_is_interquartile_range_over_median():

@@ -1,0 +1,92 @@
+"""Steps of the decoding engine, of exactly so many tokens, timed: what a step costs where `decoding.decode` itself runs it (§5, SPS).
+
+Requests of one made-up prompt are decoded at temperature 0 by a policy that hands out lengths from a list. What is timed is all of
+a real step: the drafter's pass, the policy, the target's forward, the test, the drafter's context and the rounds' bookkeeping.
+"""
+
+import contextlib
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from dspark.decoding import DecodingConfig, Request, StepTimes, Verification, decode
+from dspark.drafters.base import BlockDrafter
+from dspark.sampling import Sampling
+from dspark.scheduler import Admission
+from dspark.step import Step
+from dspark.step_cost import StepTiming, even_lengths
+from dspark.target import KeyValueCache, TargetModel, TargetStates
+
+GROWTH_TOKENS = 32  # contexts get longer by no more, then decoding begins anew
+
+
+def timed_steps(
+    target: TargetModel, drafter: BlockDrafter, context_tokens: int, num_requests: int, sizes: Sequence[int], seed: int
+) -> list[StepTiming]:
+    """A step for each size (R to R * (K + 1) tokens), in this order, behind `context_tokens` to 32 more.
+
+    The first step of every decoding is not counted: it follows a prefill, and is a warm-up.
+    """
+    prompt = tuple(np.random.default_rng(seed).integers(target.shape.vocab_size, size=context_tokens).tolist())
+    requests = [Request(str(i), prompt) for i in range(num_requests)]
+    script = _Script(context_tokens, sizes)
+    verification = Verification("script", script.choose)
+    config = DecodingConfig(Sampling("greedy", 0.0), GROWTH_TOKENS, (), num_requests, seed, verification=verification)
+    while len(script.timings) < len(sizes):
+        script.ended_at = None
+        with contextlib.suppress(_AllMeasuredError):
+            list(decode(_OnePrompt(target), drafter, requests, config, script.on_step))
+    return script.timings
+
+
+class _AllMeasuredError(Exception):
+    """The one way to end a decoding before its texts do."""
+
+
+class _Script:
+    """Hands out lengths, and keeps what their steps took."""
+
+    def __init__(self, context_tokens: int, sizes: Sequence[int]) -> None:
+        self._context_tokens, self._sizes = context_tokens, sizes
+        self.timings: list[StepTiming] = []
+        self.ended_at: float | None = None  # of the step before
+
+    def choose(self, confidence_RK: np.ndarray) -> Admission:
+        batch_tokens = self._sizes[len(self.timings)]
+        return Admission(even_lengths(batch_tokens, len(confidence_RK)), 0.0, batch_tokens)
+
+    def on_step(self, times: StepTimes) -> None:
+        now, size = time.perf_counter(), self._sizes[len(self.timings)]
+        if times.batch_tokens != size:
+            raise RuntimeError(
+                f"the engine verified {times.batch_tokens} tokens where {size} of {times.num_requests} requests were asked for"
+            )
+        if self.ended_at is not None:
+            overhead_seconds = max(now - self.ended_at - times.draft_seconds - times.verify_seconds, 0.0)
+            parts = times.draft_seconds, times.verify_seconds, overhead_seconds
+            self.timings.append(StepTiming(self._context_tokens, times.num_requests, times.batch_tokens, *parts))
+        if len(self.timings) == len(self._sizes):
+            raise _AllMeasuredError
+        self.ended_at = time.perf_counter()
+
+
+class _OnePrompt(TargetModel):
+    """Computes the one prompt of all requests once, and copies what it leaves in the cache: rounds read memory of their own."""
+
+    def __init__(self, target: TargetModel) -> None:
+        self._target, self.device, self.shape = target, target.device, target.shape
+
+    def forward(self, step: Step, cache: KeyValueCache) -> TargetStates:
+        if int(step.positions_S[0]) > 0:
+            return self._target.forward(step, cache)
+        first, *others = step.slots_R.tolist()
+        length, rows = step.width, 1 + len(others)
+        states = self._target.forward(Step.of([step.tokens_S[:length].tolist()], [0], [first], self.device), cache)
+        for slot in others:
+            cache.move(first, slot, length)
+        return TargetStates(states.tapped_SLD.repeat(rows, 1, 1), states.final_SD.repeat(rows, 1))
+
+    def logits(self, final: Tensor) -> Tensor:
+        return self._target.logits(final)
