@@ -124,21 +124,52 @@ def survival(confidence_RK: np.ndarray) -> np.ndarray:
 
 
 def walk(survival_RK: np.ndarray, sps: SpsTable) -> tuple[np.ndarray, np.ndarray]:
-    """All survivals, falling (N entries), and Theta once the first 0, 1, ..., N of them are admitted (N + 1 entries)."""
-    num_requests, num_slots = len(survival_RK), survival_RK.size
-    falling_N = np.sort(survival_RK, axis=None)[::-1]
-    tau = np.concatenate([[num_requests], falling_N]).cumsum()
-    return falling_N, tau * sps.sps(np.arange(num_requests, num_requests + num_slots + 1))
+    """All survivals, falling (N entries), and Theta once the first 0, 1, ..., N of them are admitted (N + 1 entries).
+
+    With [..., R, K], steps that have nothing to do with each other: [..., N] and [..., N + 1].
+    """
+    *steps, num_requests, block_size = survival_RK.shape
+    falling_N = np.sort(survival_RK.reshape(*steps, -1), axis=-1)[..., ::-1]
+    tau = np.concatenate([np.full((*steps, 1), float(num_requests)), falling_N], axis=-1).cumsum(axis=-1)
+    return falling_N, tau * sps.sps(np.arange(num_requests, num_requests * (block_size + 1) + 1))
+
+
+def early_stop(falling_N: np.ndarray, theta: np.ndarray) -> np.ndarray:
+    """How many survivals of a walk Algorithm 1 admits: the positive ones before the first that does not raise Theta; [...] of [..., N]."""
+    is_stop_N = (theta[..., 1:] <= theta[..., :-1]) | (falling_N <= 0.0)
+    is_end_N = np.concatenate([is_stop_N, np.ones((*is_stop_N.shape[:-1], 1), dtype=bool)], axis=-1)
+    return is_end_N.argmax(axis=-1)
+
+
+def admitted_lengths(survival_RK: np.ndarray, falling_N: np.ndarray, num_admitted: int | np.ndarray) -> np.ndarray:
+    """Lengths when the `num_admitted` highest survivals are verified: all above the last of them, and the first of its equals.
+
+    With [..., R, K], [..., N] and [...]: of each step, [..., R]. Only values were sorted: a stable argsort of 256 x 7 takes
+    70 us, this a fraction. Rows never rise, so what is chosen is a prefix.
+    """
+    num_S = np.reshape(num_admitted, -1)
+    if not num_S.any():
+        return np.zeros(survival_RK.shape[:-1], dtype=np.int64)
+    survival_SRK, falling_SN = survival_RK.reshape(-1, *survival_RK.shape[-2:]), falling_N.reshape(-1, falling_N.shape[-1])
+    last_S = np.where(num_S > 0, falling_SN[np.arange(len(num_S)), num_S - 1], np.inf)
+    is_chosen_SRK = survival_SRK >= last_S[:, None, None]
+    lengths_SR = is_chosen_SRK.sum(axis=-1)
+    tied_T = np.flatnonzero(lengths_SR.sum(axis=-1) > num_S)  # steps in which not all of the equals are wanted
+    if len(tied_T):
+        is_equal_TN = (survival_SRK[tied_T] == last_S[tied_T, None, None]).reshape(len(tied_T), -1)
+        is_chosen_TN = is_chosen_SRK[tied_T].reshape(is_equal_TN.shape)
+        num_equal_T = num_S[tied_T] - is_chosen_TN.sum(axis=-1) + is_equal_TN.sum(axis=-1)
+        is_chosen_TN &= ~is_equal_TN | (is_equal_TN.cumsum(axis=-1) <= num_equal_T[:, None])
+        lengths_SR[tied_T] = is_chosen_TN.reshape(-1, *survival_SRK.shape[1:]).sum(axis=-1)
+    return lengths_SR.reshape(survival_RK.shape[:-1])
 
 
 def admit(confidence_RK: np.ndarray, sps: SpsTable) -> Admission:
     """Algorithm 1: down the positive survivals until Theta does not rise (an equal Theta stops, too)."""
     survival_RK = survival(confidence_RK)
     falling_N, theta = walk(survival_RK, sps)
-    num_positive = int(np.count_nonzero(survival_RK))
-    is_stop = theta[1 : num_positive + 1] <= theta[:num_positive]
-    num_admitted = int(is_stop.argmax()) if is_stop.any() else num_positive
-    lengths_R = _highest(survival_RK, falling_N, num_admitted)
+    num_admitted = int(early_stop(falling_N, theta))
+    lengths_R = admitted_lengths(survival_RK, falling_N, num_admitted)
     return Admission(lengths_R, float(theta[num_admitted]), len(lengths_R) + num_admitted)
 
 
@@ -159,7 +190,7 @@ def admit_async(stale_RK: np.ndarray, confidence_RK: np.ndarray, sps: SpsTable) 
     _, theta = walk(survival(np.where(has_history_R1, stale_RK, 1.0)), sps)
     capacity = int(theta.argmax())
     num_admitted = min(capacity, int(np.count_nonzero(survival_RK)))
-    lengths_R = _highest(survival_RK, np.sort(survival_RK, axis=None)[::-1], num_admitted)
+    lengths_R = admitted_lengths(survival_RK, np.sort(survival_RK, axis=None)[::-1], num_admitted)
     return Admission(lengths_R, float(theta[capacity]), len(lengths_R) + num_admitted)
 
 
@@ -232,20 +263,6 @@ def _static(lengths_R: np.ndarray, confidence_RK: np.ndarray, sps: SpsTable) -> 
     return Admission(lengths_R, float((len(lengths_R) + survival_RK[is_verified_RK].sum()) * sps.sps(batch_tokens)), batch_tokens)
 
 
-def _highest(survival_RK: np.ndarray, falling_N: np.ndarray, num_admitted: int) -> np.ndarray:
-    """Lengths when the `num_admitted` highest survivals are verified: all above the last of them, and the first of its equals.
-
-    Only values were sorted: a stable argsort of 256 x 7 takes 70 us, this 6. Rows never rise, so what is chosen is a prefix.
-    """
-    if num_admitted == 0:
-        return np.zeros(len(survival_RK), dtype=np.int64)
-    last = falling_N[num_admitted - 1]
-    is_chosen_RK = survival_RK > last
-    num_equal = num_admitted - int(np.count_nonzero(is_chosen_RK))
-    is_chosen_RK.flat[np.flatnonzero(survival_RK == last)[:num_equal]] = True
-    return is_chosen_RK.sum(axis=1)
-
-
 def _check_timings(batch_tokens: Sequence[int], draft_seconds: Sequence[float], verify_seconds: Sequence[float]) -> None:
     """ValueError unless the columns are of one length and every entry can be a number of tokens, or a duration."""
     if not len(batch_tokens) == len(draft_seconds) == len(verify_seconds):
@@ -260,3 +277,24 @@ def _check_timings(batch_tokens: Sequence[int], draft_seconds: Sequence[float], 
             if not (is_duration and np.isfinite(seconds)):
                 rule = "must be finite and positive" + " or 0" * (name == "draft_seconds")
                 raise ValueError(f"sps.{name}: {seconds} at {tokens} batch_tokens, {rule}. Fix: measure this step again")
+
+
+# --- whether to draft at all ------------------------------------------------------------------------------------------------
+
+
+def is_drafting(
+    mean_lost_seconds: float | np.ndarray, num_skipped: int | np.ndarray, plain_seconds: float, probe_share: float
+) -> bool | np.ndarray:
+    """Whether the next step begins with a draft pass, decided before it; not in the paper, whose engines draft in every step.
+
+    A draft pass is paid for whether its tokens are verified or not, so with many requests in a step no drafting may beat any
+    admission. `mean_lost_seconds` says what a step with a draft pass loses: the mean, over recent ones, of its seconds less
+    those that its tokens would have taken in steps without drafting, of `plain_seconds` each. Where nothing is lost the next
+    step drafts. Else it does not - and since steps that do not show nothing, one drafts all the same as soon as what it will
+    lose is `probe_share` of the time of the `num_skipped` steps since the last that did. So looking again costs that share of the
+    throughput, no more, and is frequent where the two are nearly even. The mean begins at 0, which drafts.
+
+    Lossless as long as the mean holds only what earlier rounds showed, as the asynchronous scheduler's budget does: their
+    confidences, or what they came to. Of numbers, or elementwise of arrays.
+    """
+    return mean_lost_seconds <= probe_share * num_skipped * plain_seconds

@@ -15,7 +15,7 @@ from typing import Any
 
 from dspark.storage import Storage
 from pipelines import flow, runner, sizing, targets
-from pipelines.artifacts import Calibration, EvalReport
+from pipelines.artifacts import Calibration, EvalReport, ScheduleReport
 from pipelines.backends.object_store import open_storage
 from pipelines.config import hydra_main, validate
 from pipelines.dag import Artifact, read_record
@@ -56,6 +56,8 @@ def main(settings: Settings, plain: dict[str, Any], screen: RichScreen) -> tuple
                 screen.evaluation(json.loads(open_storage(artifact.uri).read(artifact.REPORT)))
             elif isinstance(artifact, Calibration):
                 screen.calibration(json.loads(open_storage(artifact.uri).read(artifact.REPORT)))
+            elif isinstance(artifact, ScheduleReport):
+                screen.schedule(json.loads(open_storage(artifact.uri).read(artifact.REPORT)))
     except BaseException as caught:
         error = caught
         raise

@@ -270,8 +270,11 @@ def _check(settings: Settings) -> None:
         ("stage.profile_sps.min_rank_correlation", stage.profile_sps.min_rank_correlation, -1),
         ("stage.schedule.num_steps", stage.schedule.num_steps, 1),
         ("stage.schedule.num_warmup_steps", stage.schedule.num_warmup_steps, 0),
+        ("stage.schedule.num_rounds", stage.schedule.num_rounds, 1),
+        ("stage.schedule.num_resamples", stage.schedule.num_resamples, 1),
         ("stage.schedule.lag_rounds", stage.schedule.lag_rounds, 1),
-        ("stage.schedule.fixed_lengths", min(stage.schedule.fixed_lengths, default=0), 0),
+        ("stage.schedule.window_rounds", stage.schedule.window_rounds, 1),
+        ("stage.schedule.probe_share", stage.schedule.probe_share, 0),
     ):
         require(number >= least, path, number, f"must be at least {least}", f"{path}={least}")
     for path, thresholds in (

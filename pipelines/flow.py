@@ -139,7 +139,10 @@ class ProfileSpsConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
+    """`calibrate`: the other calibrations are fitted as the released one was."""
+
     schedule: ScheduleStage
+    calibrate: CalibrateStage
     block_size: int
 
 
@@ -288,7 +291,7 @@ def _second_half(
         "schedule",
         2,
         "pipelines.stages.schedule:run",
-        ScheduleConfig(stage.schedule, block_size),
+        ScheduleConfig(stage.schedule, stage.calibrate, block_size),
         {"rounds": trace, "calibration": calibrate, "profile": profile_sps},
         artifacts.ScheduleReport,
         label,

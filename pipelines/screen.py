@@ -244,6 +244,40 @@ class RichScreen:
             self._line(f"  {reason}")
         self._line(f"refitted temperatures, report and figure: {uri}")
 
+    def schedule(self, report: Mapping[str, Any]) -> None:
+        """Throughput at every concurrency without drafting, with the best fixed length and as served, what is left to the oracle,
+        what calibration changes, and the checks that failed."""
+        served, calibrated = report["served"], report["calibrated"]
+        columns = (
+            "tokens/s of requests at once",
+            "no drafting",
+            "best fixed k",
+            served,
+            "its budget",
+            "oracle",
+            f"async: {calibrated} / raw",
+        )
+        table = _table(*columns)
+        for static, oracle in zip(report["static"], report["oracle"], strict=True):
+            num_requests, by_length = static["num_requests"], static["throughput_tokens_per_second_by_k"]
+            row = next(
+                r for r in report["rows"] if (r["policy"], r["confidences"], r["num_requests"]) == (served, calibrated, num_requests)
+            )
+            change = next(
+                r["over_raw"]
+                for r in report["calibration"]
+                if (r["policy"], r["confidences"], r["num_requests"]) == ("scheduler_async", calibrated, num_requests)
+            )
+            best = f"{max(by_length):,.0f} (k = {static['recommended_k']})"
+            cells = f"{row['throughput_tokens_per_second']:,.0f}", f"{row['mean_budget_tokens']:.2f}", f"{100 * oracle['gap']:+.1f} %"
+            table.add_row(str(num_requests), f"{by_length[0]:,.0f}", best, *cells, _estimate(change, ".3f"))
+        self._line("")
+        self._console.print(table)
+        self._line(f"replay of {report['num_texts']} texts; in brackets the 95 % bootstrap interval over them")
+        for check in report["checks"]:
+            if not check["is_ok"]:
+                self._line(f"check {check['name']} at {check['num_requests']}: {check['value']:.3f}, bound {check['bound']}", "yellow")
+
     def sweep(self, columns: Sequence[str], rows: Sequence[Sequence[str]], uri: str) -> None:
         """What the points of a sweep came to, and where that is kept."""
         table = _table(*columns)

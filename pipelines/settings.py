@@ -199,12 +199,19 @@ class ProfileSpsStage:
 
 @dataclass(frozen=True)
 class ScheduleStage:
+    """What the fields from `num_steps` on mean is said at `dspark.simulate.ReplayConfig`; `num_resamples`: of texts, for the intervals."""
+
     concurrencies: tuple[int, ...]
-    fixed_lengths: tuple[int, ...]
     thresholds: tuple[float, ...]
+    num_resamples: int
     num_steps: int
     num_warmup_steps: int
-    lag_rounds: int  # age of the confidences that the asynchronous scheduler takes its budget from
+    num_rounds: int
+    lag_rounds: int
+    new_requests: Literal["mean", "one"]
+    skips_by: Literal["outcomes", "confidences"]
+    window_rounds: int
+    probe_share: float
     seed: int
 
 

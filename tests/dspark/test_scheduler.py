@@ -7,7 +7,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspark.metrics import truncate_by_threshold
-from dspark.scheduler import SpsTable, admit, admit_async, fixed, highest, none, policies, survival, threshold, verify_all, walk
+from dspark.scheduler import (
+    SpsTable,
+    admit,
+    admit_async,
+    admitted_lengths,
+    early_stop,
+    fixed,
+    highest,
+    is_drafting,
+    none,
+    policies,
+    survival,
+    threshold,
+    verify_all,
+    walk,
+)
 from tests import oracles
 
 
@@ -330,3 +345,33 @@ def test_sps_table_that_never_rises_cannot_reach_further(table):
 def test_sps_table_of_impossible_columns_is_refused(columns, message):
     with pytest.raises(ValueError, match=f"{message}.*Fix"):
         SpsTable(*columns)
+
+
+# --- several steps at once, and whether to draft ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_walks_and_lengths_of_several_steps_at_once_are_those_of_each_step(seed):
+    generator = np.random.default_rng(seed)
+    confidence_SRK = generator.choice([0.0, 0.3, 0.5, 0.5, 0.9, 1.0], (7, 5, 4))  # full of ties
+    table = SpsTable((1, 9, 25), (0.0,) * 3, (0.01, *generator.uniform(0.01, 0.03, 2)))
+    survival_SRK = confidence_SRK.cumprod(axis=-1)
+    falling_SN, theta = walk(survival_SRK, table)
+    early_S, global_S = early_stop(falling_SN, theta), theta.argmax(axis=-1)
+    for s, confidence_RK in enumerate(confidence_SRK):
+        one = admit(confidence_RK, table)
+        assert (early_S[s], theta[s, early_S[s]]) == (one.lengths_R.sum(), one.theta)
+        assert (admitted_lengths(survival_SRK, falling_SN, early_S)[s] == one.lengths_R).all()
+        other = admit_async(confidence_RK, confidence_RK, table)
+        num_S = np.minimum(global_S, np.count_nonzero(falling_SN, axis=-1))
+        assert (admitted_lengths(survival_SRK, falling_SN, num_S)[s] == other.lengths_R).all()
+
+
+def test_drafting_is_skipped_where_it_loses_until_looking_again_is_worth_its_share():
+    # A step that drafts loses 2 ms. At 1 % of 10 ms steps, 20 of them pay for one.
+    assert [is_drafting(0.002, num_skipped, 0.01, 0.01) for num_skipped in (0, 19, 20)] == [False, False, True]
+    assert is_drafting(0.0, 0, 0.01, 0.01)  # nothing known, or a tie
+    assert is_drafting(-0.001, 0, 0.01, 0.0)
+    assert not is_drafting(1e-9, 10**6, 0.01, 0.0)  # never looks again
+    found = is_drafting(np.array([0.002, 0.002, -1.0]), np.array([19, 21, 0]), 0.01, 0.01)
+    assert found.tolist() == [False, True, True]

@@ -75,8 +75,17 @@ def test_trunk_local_run_makes_every_artifact_with_its_record(finished: Path) ->
     traced = {path.name for path in finished.glob("trace/*/*.parquet")}
     assert {"rounds-0-test-0000.parquet", "rounds-1-test-0000.parquet", "positions-0-test-0000.parquet"} <= traced
     assert "positions-1-test-0000.parquet" not in traced
-    rows = json.loads(next(finished.glob("schedule/*/report.json")).read_text())["rows"]
-    assert {(row["confidences"], row["num_requests"]) for row in rows} == {(c, n) for c in ("raw", "calibrated") for n in (1, 4, 16)}
+    scheduled = json.loads(next(finished.glob("schedule/*/report.json")).read_text())
+    kinds = {"raw", "global", "platt", "isotonic", "sts", "oracle"}
+    assert {(row["confidences"], row["num_requests"]) for row in scheduled["rows"]} == {(c, n) for c in (*kinds, None) for n in (1, 4, 16)}
+    assert {(row["policy"], row["confidences"]) for row in scheduled["calibration"]} >= {("scheduler_async", kind) for kind in kinds}
+    assert all(len(row["throughput_tokens_per_second_by_k"]) == 5 for row in scheduled["static"])
+    assert {check["name"] for check in scheduled["checks"]} == {
+        "async_over_best_static",
+        "scheduler_over_best_static",
+        "oracle_over_every_policy",
+        "budget_rise",
+    }
     assert made["train"]["inputs"]["cache"]["payload_sha256"] == made["cache_targets"]["payload_sha256"]
     assert not list(finished.rglob("*.partial"))
     assert not list(finished.rglob("lease.json"))

@@ -154,6 +154,40 @@ def test_calibration_shows_a_line_a_position_and_what_was_not_fitted(plain: Rich
     assert len(lines) == 6
 
 
+def test_schedule_shows_a_line_a_concurrency_and_the_checks_that_failed(plain: RichScreen, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = {"policy": "scheduler_async", "confidences": "sts"}
+    report = {
+        "served": "scheduler_async_or_none",
+        "calibrated": "sts",
+        "num_texts": 48,
+        "static": [
+            {"num_requests": n, "recommended_k": k, "throughput_tokens_per_second_by_k": x}
+            for n, k, x in ((1, 1, [5, 9]), (8, 0, [70, 50]))
+        ],
+        "oracle": [{"num_requests": 1, "gap": 0.25}, {"num_requests": 8, "gap": 0.0}],
+        "rows": [
+            {**keys, "policy": policy, "num_requests": n, "throughput_tokens_per_second": x, "mean_budget_tokens": b}
+            for policy, n, x, b in (
+                ("scheduler", 1, 1, 1),
+                ("scheduler_async_or_none", 1, 1200, 2.5),
+                ("scheduler_async_or_none", 8, 69.6, 1),
+            )
+        ],
+        "calibration": [{**keys, "num_requests": n, "over_raw": {"estimate": 1.02, "low": 0.99, "high": 1.05}} for n in (1, 8)],
+        "checks": [
+            {"name": "budget_rise", "num_requests": 8, "value": -1.5, "bound": 0.1, "is_ok": True},
+            {"name": "async_over_best_static", "num_requests": 8, "value": 0.9511, "bound": 0.99, "is_ok": False},
+        ],
+    }
+    plain.schedule(report)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line]
+    assert lines[1:3] == [
+        ["1", "5", "9", "(k", "=", "1)", "1,200", "2.50", "+25.0", "%", "1.020", "[0.990,", "1.050]"],
+        ["8", "70", "70", "(k", "=", "0)", "70", "1.00", "+0.0", "%", "1.020", "[0.990,", "1.050]"],
+    ]
+    assert [" ".join(line) for line in lines[4:]] == ["check async_over_best_static at 8: 0.951, bound 0.99"]
+
+
 # --- progress -------------------------------------------------------------------------------------------------------
 
 
