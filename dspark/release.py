@@ -86,13 +86,12 @@ def write_release(
     if found:
         rule = "a release is never published over another one"
         raise _error(storage.uri, f"holds {', '.join(found)}", rule, "publish to an empty place, or remove the files of the old release")
-    config = _config(drafter, head, target_config)
+    served = served_files(drafter, head, target_config)
     files = {
-        WEIGHTS: save_safetensors(_tensors(drafter, head), metadata={"format": "pt"}),
-        CONFIG: _json(config),
+        **served,
         CALIBRATION: calibration.to_json().encode(),
         SPS: _json(_sps(sps)),
-        SERVING: _json(_serving(config)),
+        SERVING: _json(_serving(_object(CONFIG, served[CONFIG]))),
         "report.json": _json(report),
         "lineage.json": _json(lineage),
         "README.md": model_card.encode(),
@@ -102,6 +101,12 @@ def write_release(
         storage.put(name, files[name])
     storage.put(CHECKSUMS, _json({name: hashlib.sha256(files[name]).hexdigest() for name in FILES}))
     return [*FILES, CHECKSUMS]
+
+
+def served_files(drafter: Drafter, head: TargetHead, target_config: Mapping[str, Any]) -> dict[str, bytes]:
+    """Name -> content of what an engine loads: the weights and config.json. ValueError when none serves this drafter as DSpark."""
+    config = _config(drafter, head, target_config)
+    return {WEIGHTS: save_safetensors(_tensors(drafter, head), metadata={"format": "pt"}), CONFIG: _json(config)}
 
 
 def check_release(storage: Storage) -> None:

@@ -218,16 +218,19 @@ def build(settings: Settings) -> list[Step]:
         drafter_name,
         replace(gang, cache=cached),
     )
+    serving = stage.evaluate.serving if stage.evaluate.engine == "vllm" else None
     evaluate = Step(
         "evaluate",
-        3,
+        4,
         "pipelines.stages.evaluate:run",
         # Where a benchmark lies is not what it is: the stage's uris are replaced by checksums.
-        EvaluateConfig(replace(stage.evaluate, settings=decoding, benchmarks=None), identity, target.max_length_tokens, benchmarks),
+        EvaluateConfig(
+            replace(stage.evaluate, settings=decoding, benchmarks=None, serving=serving), identity, target.max_length_tokens, benchmarks
+        ),
         {"prompts": prompts, "drafter": train},
         artifacts.EvalReport,
         drafter_name,
-        replace(engines, files=benchmark_uris),
+        replace(engines, files=benchmark_uris, serving_url=cluster.serving_url),
     )
     steps = [prompts, regenerate, cache_targets, train, evaluate]
     if isinstance(settings.drafter, DSparkConfig):
@@ -255,7 +258,7 @@ def _second_half(
     stage, block_size = settings.stage, settings.drafter.block_size
     trace = Step(
         "trace",
-        2,
+        3,
         "pipelines.stages.trace:run",
         TraceConfig(stage.trace, identity, settings.target.max_length_tokens),
         {"prompts": prompts, "drafter": train},
@@ -265,7 +268,7 @@ def _second_half(
     )
     calibrate = Step(
         "calibrate",
-        1,
+        2,
         "pipelines.stages.calibrate:run",
         CalibrateConfig(stage.calibrate, block_size),
         {"rounds": trace},

@@ -58,7 +58,7 @@ def run(config: CalibrateConfig, inputs: Mapping[str, Artifact], out: Storage, w
     at_the_end = [k + 1 for k, t in enumerate(fitted.temperatures_K) if t in (fitted.grid[0], fitted.grid[-1])]
     report = {
         "schema_version": 1,
-        "setting": {"temperature": test[0].temperature, "draft_mode": test[0].draft_mode},
+        "setting": {name: getattr(test[0], name) for name in ("temperature", "top_k", "top_p", "draft_mode")},
         "temperatures": fitted.temperatures_K,
         "positions_at_the_end_of_the_grid": at_the_end,
         "num_rounds": {"calibrate": fitted.num_rounds, "test": len(test)},
