@@ -309,21 +309,21 @@ def test_evaluate_resumed_loads_a_benchmark_of_the_hub_at_the_commit_that_it_beg
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub, loaded = {"main": "1111111"}, []
-    rows = {"1111111": ["old one", "old two", "old three"], "2222222": ["new"]}
+    rows = {"1111111": ["old 1", "old 2", "old 3", "old 4", "old 5"], "2222222": ["new"]}
 
     def load(benchmark: Any, commit: str) -> list[dict[str, Any]]:
         loaded.append(commit)
-        return [{"question": text} for text in rows[commit]]
+        return [{"instruction": text, "input": ""} for text in rows[commit]]
 
     monkeypatch.setattr(evaluate, "_commit", lambda benchmark: hub[benchmark.revision])
     monkeypatch.setattr(evaluate, "_load", load)
     with pytest.raises(KeyboardInterrupt):
-        bench.run({}, is_dying=True, hub=("gsm8k",), settings=(GREEDY,), num_test=0)
+        bench.run({}, is_dying=True, hub=("alpaca",), settings=(GREEDY,), num_test=0)
     hub["main"] = "2222222"
-    outcome = bench.run({}, hub=("gsm8k",), settings=(GREEDY,), num_test=0)
+    outcome = bench.run({}, hub=("alpaca",), settings=(GREEDY,), num_test=0)
     assert loaded == ["1111111", "1111111"]
-    assert bench.report["benchmark_commits"] == {"gsm8k": "1111111"}
-    assert bench.report["settings"]["t0-greedy"]["gsm8k"]["all"]["num_prompts"] == 3
+    assert bench.report["benchmark_commits"] == {"alpaca": "1111111"}
+    assert bench.report["settings"]["t0-greedy"]["alpaca"]["all"]["num_prompts"] == 5
     assert "commits.json" in outcome.files
 
 

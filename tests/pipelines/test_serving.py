@@ -9,7 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from dspark.decoding import DecodingConfig, Request, decode
+from dspark.packed_target import load_target
+from dspark.sampling import Sampling
+from dspark.untrained import PromptLookup
 from pipelines import serving, targets
 from pipelines.config import PROJECT_ROOT, compose
 from pipelines.serving import Drafts, Limits, Server, compare, speculation
@@ -65,7 +70,10 @@ def test_url_without_a_server_or_with_another_one_is_answered_with_the_fix() -> 
             ValueError, match=f"cluster.serving_url: http://127.0.0.1:{port}: .*does not answer.*Fix: .*cluster.serving_url=null"
         ):
             Server(f"http://127.0.0.1:{port}", "target", 2)
-    with FakeVllm().running() as fake, pytest.raises(ValueError, match=r"/x/v1/models answers 404 not found.*Fix: give the URL before /v1"):
+    with (
+        FakeVllm().running() as fake,
+        pytest.raises(ValueError, match=r"/x: /v1/models answers 404 not found.*Fix: give the URL before /v1"),
+    ):
         Server(f"{fake.url}/x", "target", 2)
 
 
@@ -111,20 +119,33 @@ with own_server(Path(sys.argv[1]), "tiny", speculation(ServingStage("ngram", 4, 
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_own_server_ends_with_a_killed_owner() -> None:
+def test_own_server_accepts_what_our_prompt_lookup_accepts_and_ends_with_a_killed_owner() -> None:
     settings, _ = compose(["experiment=tiny"])
     targets.ensure_made(settings.target)
+    folder = targets.uri(settings.target)
     owner = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, targets.uri(settings.target)],
+        [sys.executable, "-c", SCRIPT, folder],
         cwd=PROJECT_ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    assert owner.stdout is not None
-    url = owner.stdout.readline().strip()
-    Server(url, "tiny", 4)  # answers, and counts
-    owner.kill()
-    owner.wait()
-    for _ in range(120):
+    target = load_target(Path(folder), (0,), torch.float32, torch.device("cpu"))
+    requests = [Request(str(i), tuple(5 + (7 * i * j) % 11 for j in range(24))) for i in range(12)]
+    config = DecodingConfig(Sampling("greedy", 0.0), 64, (2,), 4, 0)
+    completions = list(decode(target, PromptLookup(4, 2, 4, target.shape.vocab_size), requests, config))
+    offline = Drafts.of([r for c in completions for r in c.rounds], 4)
+    assert offline.num_drafts > offline.num_survivors_K[0] > 10
+    try:
+        assert owner.stdout is not None
+        url = owner.stdout.readline().strip()
+        texts, served = Server(url, "tiny", 4).generate([c.request.prompt_ids for c in completions], Limits(64, (2,), 4))
+    finally:
+        owner.kill()
+        owner.wait()
+    found = compare(NGRAM, served, offline, sum(c.token_ids == text for c, text in zip(completions, texts, strict=True)), len(texts))
+    assert found["is_within_tolerance"], found
+    assert found["num_equal_texts"] == found["num_texts"] == 12
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
         try:
             socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=1).close()
         except OSError:
