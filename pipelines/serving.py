@@ -198,7 +198,7 @@ _PER_POSITION = f"{SPECULATION}accepted_tokens_per_pos_total"
 @contextmanager
 def own_server(folder: Path, name: str, speculative: Mapping[str, Any], precision: str, max_length_tokens: int) -> Iterator[str]:
     """Serves the model of a folder under a name, on a free port of loopback; the URL, once it answers. RuntimeError with the end of
-    its log when it does not. It ends with this block, and with this process (its standard input closes)."""
+    its log when it does not. It ends with this block, or when this process ends: its standard input closes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

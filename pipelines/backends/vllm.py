@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import Thread
@@ -201,11 +202,14 @@ class HiddenStatesConnector(ExampleHiddenStatesConnector):
 
 def serve(arguments: Sequence[str]) -> None:
     """vLLM's HTTP server with these command-line arguments, until it is told to end or its standard input is closed, as whoever
-    started it closes it by ending in whatever way."""
+    started it closes it by ending in whatever way. It has to lead its process group."""
 
     def follow() -> None:
         sys.stdin.read()
-        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(6):  # one that comes while vLLM starts may be lost
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5.0)
+        os.killpg(os.getpid(), signal.SIGKILL)  # with its engine's process
 
     Thread(target=follow, daemon=True).start()
     sys.argv = ["vllm", *arguments, *([] if _HAS_GPU else ["--enforce-eager"])]

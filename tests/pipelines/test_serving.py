@@ -130,14 +130,14 @@ def test_own_server_accepts_what_our_prompt_lookup_accepts_and_ends_with_a_kille
     )  # fmt: skip
     target = load_target(Path(folder), (0,), torch.float32, torch.device("cpu"))
     requests = [Request(str(i), tuple(5 + (7 * i * j) % 11 for j in range(24))) for i in range(12)]
-    config = DecodingConfig(Sampling("greedy", 0.0), 64, (2,), 4, 0)
+    config = DecodingConfig(Sampling("greedy", 0.0), 64, (1,), 4, 0)
     completions = list(decode(target, PromptLookup(4, 2, 4, target.shape.vocab_size), requests, config))
     offline = Drafts.of([r for c in completions for r in c.rounds], 4)
     assert offline.num_drafts > offline.num_survivors_K[0] > 10
     try:
         assert owner.stdout is not None
         url = owner.stdout.readline().strip()
-        texts, served = Server(url, "tiny", 4).generate([c.request.prompt_ids for c in completions], Limits(64, (2,), 4))
+        texts, served = Server(url, "tiny", 4).generate([c.request.prompt_ids for c in completions], Limits(64, (1,), 4))
     finally:
         owner.kill()
         owner.wait()
