@@ -1,10 +1,10 @@
 """evaluate: decodes the test prompts and the benchmarks with the drafter, losslessly, and reports what was accepted.
 
-Units of work are a setting (temperature, draft mode, ablation) and a chunk of prompts; a unit counts once its rounds file
-has its receipt, so that a killed evaluation decodes at most the unfinished chunks again. A last unit decodes some prompts in
-fp32 at temperature 0 with and without the drafter and compares the texts. With the engine vllm another one decodes all first turns
-greedily with what `serving` names, sends their token ids to a vLLM server and compares what both accepted (pipelines/serving.py);
-above the tolerance the step fails, once its report is written, and asks the server again when it is run again.
+Units of work are a decoding setting and a chunk of prompts; a unit counts once its rounds file has its receipt, so that a killed
+evaluation decodes at most the unfinished chunks again. A last unit decodes some prompts in fp32 at temperature 0 with and without
+the drafter and compares the texts. With the engine vllm another one decodes all first turns greedily with what `serving` names,
+sends their token ids to a vLLM server and compares what both accepted (pipelines/serving.py); above the tolerance the step fails,
+once its report is written, and asks the server again when it is run again.
 
 `report.json` and the figures are computed from the rounds alone (pipelines/evaluation.py). A bad row of a benchmark, a prompt that
 it holds twice and a prompt that leaves no room for its answer are set aside and counted, with file, row and reason. Data sets of the
