@@ -26,7 +26,7 @@ from torch import Tensor
 
 from dspark.calibration import sigmoid
 from dspark.drafters.base import BlockDrafter, ContextRows, Proposal
-from dspark.rounds import Round
+from dspark.rounds import VERIFY_ALL, Round
 from dspark.sampling import VERIFY, BlockDraw, Noise, Sampling, draw, verify
 from dspark.scheduler import Admission
 from dspark.step import Step
@@ -53,7 +53,7 @@ class Verification:
     are none, and the present ones. A drafter without a confidence head counts as certain.
     """
 
-    name: str = "verify_all"
+    name: str = VERIFY_ALL
     choose: Callable[..., Admission] | None = None
     confidence: Callable[[np.ndarray], np.ndarray] = sigmoid
     lag_rounds: int = 0
@@ -281,9 +281,10 @@ class _Engine:
         accepted: int,
         following: int,
     ) -> int:
-        """Stores the round, cut at an accepted stop token, and emits its tokens; returns how many."""
+        """Stores the round, cut at an accepted stop token of the text, and emits its tokens; returns how many."""
         request, rounds = live.completion.request, live.completion.rounds
-        stop = next((i + 1 for i, token in enumerate(drafted[:accepted]) if token in self._config.stop_ids), None)
+        in_text = drafted[: min(accepted, self._config.max_new_tokens - len(live.completion.token_ids))]  # the limit comes first behind it
+        stop = next((i + 1 for i, token in enumerate(in_text) if token in self._config.stop_ids), None)
         emitted = [*drafted[:accepted], following][:stop]
         if self._drafter is not None:
             proposed, accepted = (proposed, accepted) if stop is None else (stop, stop)
@@ -294,6 +295,8 @@ class _Engine:
                     source=request.source,
                     round_index=len(rounds),
                     temperature=self._config.sampling.temperature,
+                    top_k=self._config.sampling.top_k,
+                    top_p=self._config.sampling.top_p,
                     draft_mode=self._config.sampling.mode,
                     variant=self._config.variant,
                     policy=self._config.verification.name,

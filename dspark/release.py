@@ -85,9 +85,10 @@ def write_release(
     if found:
         rule = "a release is never published over another one"
         raise _error(storage.uri, f"holds {', '.join(found)}", rule, "publish to an empty place, or remove the files of the old release")
-    config = _config(drafter, head, target_config) | {"sts_temperatures": list(calibration.temperatures_K)}
+    served = served_files(drafter, head, target_config)
+    config = read_json(CONFIG, served[CONFIG]) | {"sts_temperatures": list(calibration.temperatures_K)}
     files = {
-        WEIGHTS: save_safetensors(_tensors(drafter, head), metadata={"format": "pt"}),
+        **served,
         CONFIG: write_json(config),
         CALIBRATION: calibration.to_json().encode(),
         **sps_files(sps, additive, drafter.config.block_size),
@@ -101,6 +102,12 @@ def write_release(
         storage.put(name, files[name])
     storage.put(CHECKSUMS, write_json({name: hashlib.sha256(files[name]).hexdigest() for name in FILES}))
     return [*FILES, CHECKSUMS]
+
+
+def served_files(drafter: Drafter, head: TargetHead, target_config: Mapping[str, Any]) -> dict[str, bytes]:
+    """Name -> content of what an engine loads: the weights and config.json, without temperatures. ValueError when none serves this drafter as DSpark."""
+    config = _config(drafter, head, target_config)
+    return {WEIGHTS: save_safetensors(_tensors(drafter, head), metadata={"format": "pt"}), CONFIG: write_json(config)}
 
 
 def check_release(storage: Storage) -> None:

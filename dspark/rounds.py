@@ -2,7 +2,8 @@
 
 One `Round` is one draft-verify-accept cycle of one request. A round whose accepted prefix contains a stop token is stored
 *cut* there: `proposed` and `accepted` end at the stop token and no bonus follows, so that later positions do not count as
-rejections. Schema version 1; the version stands in the file's metadata, and readers refuse another.
+rejections. The limit on new tokens cuts no round, and a stop token that only the limit kept out of the text ends none. Schema
+version 2 (1 had no top_k and top_p); it stands in the file's metadata, and readers refuse another.
 """
 
 import dataclasses
@@ -14,7 +15,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-ROUND_SCHEMA_VERSION = 1
+ROUND_SCHEMA_VERSION = 2
+VERIFY_ALL = "verify_all"  # the policy of whole blocks
 
 
 @dataclass(frozen=True)
@@ -24,9 +26,11 @@ class Round:
     source: str  # benchmark name, or the split of the project's own prompts
     round_index: int
     temperature: float
+    top_k: int
+    top_p: float
     draft_mode: str  # probabilistic | greedy
-    variant: str  # "" or the ablation that was on, e.g. "no_markov"
-    policy: str  # how the verified length was chosen, e.g. "verify_all"
+    variant: str  # "" or what is not as trained: no_markov, or ngram for prompt lookup
+    policy: str  # how the verified length was chosen, e.g. fixed_3
     context_length_tokens: int  # position of the anchor
     anchor_token: int
     draft_tokens: tuple[int, ...]  # `proposed` of them
@@ -40,12 +44,14 @@ class Round:
 
     @property
     def setting(self) -> str:
-        """How it was decoded, in one word: t0-greedy, t0-greedy-no_markov."""
-        return setting_name(self.temperature, self.draft_mode, self.variant)
+        """How it was decoded, in one word: t0-greedy, t0-greedy-no_markov, t0.7-probabilistic-top_p0.9-fixed_3."""
+        return setting_name(self.temperature, self.draft_mode, self.top_k, self.top_p, self.variant, self.policy)
 
 
-def setting_name(temperature: float, draft_mode: str, variant: str) -> str:
-    return f"t{temperature:g}-{draft_mode}" + (f"-{variant}" if variant else "")
+def setting_name(temperature: float, draft_mode: str, top_k: int, top_p: float, variant: str, policy: str) -> str:
+    """Rounds of one name may be pooled. What it does not name is not there: no filter, no ablation, whole blocks verified."""
+    filters = [f"top_k{top_k}"] * (top_k > 0) + [f"top_p{top_p:g}"] * (top_p < 1.0)
+    return "-".join([f"t{temperature:g}", draft_mode, *filters, *[variant] * bool(variant), *[policy] * (policy != VERIFY_ALL)])
 
 
 _COLUMN_TYPES = {str: pa.string(), int: pa.int32(), float: pa.float64(), bool: pa.bool_()}

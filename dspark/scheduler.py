@@ -15,6 +15,7 @@ Shapes: R requests, K drafted tokens, N = R * K slots by falling survival, P pro
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Protocol
@@ -243,6 +244,18 @@ def threshold(minimum: float, sps: SpsTable) -> Policy:
 def verify_all(sps: SpsTable) -> Policy:
     """Every drafted token."""
     return threshold(0.0, sps)
+
+
+def static_policy(name: str) -> Policy:
+    """fixed_<tokens> or threshold_<confidence>: what chooses without a measured table. ValueError for another name."""
+    kind, _, value = name.partition("_")
+    free = SpsTable((1,), (0.0,), (1.0,))  # `theta` of what they admit means nothing
+    if kind == "fixed" and value.isdecimal():
+        return fixed(int(value), free)
+    if kind == "threshold":
+        with suppress(ValueError):
+            return threshold(float(value), free)
+    raise ValueError(f"policy: {name!r} must be fixed_<tokens> or threshold_<confidence, 0 to 1>. Fix: fixed_3, say")
 
 
 def policies(sps: SpsTable, lengths: Sequence[int], thresholds: Sequence[float]) -> dict[str, Policy]:

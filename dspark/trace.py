@@ -63,6 +63,8 @@ def every_position(target: TargetModel, drafter: Drafter, completion: Completion
                 source=completion.request.source,
                 round_index=i,
                 temperature=config.sampling.temperature,
+                top_k=config.sampling.top_k,
+                top_p=config.sampling.top_p,
                 draft_mode=config.sampling.mode,
                 variant=config.variant,
                 policy="every_position",

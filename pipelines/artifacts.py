@@ -52,6 +52,7 @@ class EvalReport(Artifact):
 
     noun: ClassVar[str] = "EvalReport"
     REPORT: ClassVar[str] = "report.json"
+    ROUNDS: ClassVar[str] = "rounds-"  # how the files of the reported rounds begin
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@
     report = make_report({setting: found, ...})                                  # the first is the one that is served
     figures(report), headline(report)
 
-`report.json`, schema version 2: `definitions`; `served`, the first setting; `setting`, its temperature and draft mode;
-`settings`: decoding setting -> what was fitted, and on which rounds its methods (dspark/baselines.py) were measured:
+`report.json`, schema version 2: `definitions`; `served`, the first setting; `setting`, how that one draws: temperature, top_k, top_p,
+draft mode; `settings`: decoding setting -> what was fitted, and on which rounds its methods (dspark/baselines.py) were measured:
 `test` -> domain -> view, and `cross_fitted`, a view of all rounds. A view holds for every method each position's metrics with
 their intervals and their mean over positions, and the change from every other method to STS.
 """
@@ -127,7 +127,7 @@ def _view(
 
 
 def make_report(settings: Mapping[str, Mapping[str, Any]], served: Mapping[str, Any]) -> dict[str, Any]:
-    """`settings`: name -> what `analyse` found, that of the served one first; `served`: its temperature and draft mode."""
+    """`settings`: name -> what `analyse` found, that of the served one first; `served`: how it draws."""
     return {
         "schema_version": SCHEMA_VERSION,
         "definitions": DEFINITIONS,

@@ -127,13 +127,69 @@ def _explain(error: dict[str, Any], plain: Mapping[str, Any]) -> str:
     return f"{path}: {error['input']!r} is not valid: {error['msg']}. Fix: {path}=<a valid value>"
 
 
+def require(holds: bool, path: str, value: object, rule: str, fix: str) -> None:
+    if not holds:
+        raise ValueError(f"{path}: {value!r}: {rule}. Fix: {fix}")
+
+
+def _check_decoding(settings: Settings) -> None:
+    drafter, evaluated, traced = settings.drafter, settings.stage.evaluate.settings, settings.stage.trace.settings
+    lists = {"stage.evaluate.settings": evaluated, "stage.trace.settings": traced}
+    for path, listed in lists.items():
+        require(len(set(listed)) == len(listed), path, f"{len(listed)} settings", "two are the same", "name each once")
+    fix = "stage.trace.settings=[{temperature: 0, draft_mode: greedy, ablation: null}]"
+    require(len(traced) > 0, "stage.trace.settings", list(traced), "the first is the one that is served", fix)
+    for path, setting in ((f"{path}.{i}", setting) for path, listed in lists.items() for i, setting in enumerate(listed)):
+        require(setting.temperature >= 0, f"{path}.temperature", setting.temperature, "must be at least 0", f"{path}.temperature=0")
+        require(setting.top_k >= 0, f"{path}.top_k", setting.top_k, "must be at least 0, which is no filter", f"{path}.top_k=0")
+        require(
+            0 < setting.top_p <= 1, f"{path}.top_p", setting.top_p, "must be above 0 and at most 1, which is no filter", f"{path}.top_p=1"
+        )
+        is_filtered = setting.top_k > 0 or setting.top_p < 1
+        rule = "temperature 0 takes the best token whatever top_k and top_p are"
+        require(setting.temperature > 0 or not is_filtered, path, setting, rule, "top_k: 0 and top_p: 1.0, or a temperature")
+        fixed, threshold = re.fullmatch(r"fixed_(\d+)", setting.policy), re.fullmatch(r"threshold_(\d+(?:\.\d+)?)", setting.policy)
+        is_known = setting.policy == "verify_all" or bool(fixed and int(fixed[1]) >= 1) or bool(threshold and float(threshold[1]) <= 1)
+        rule = "must be verify_all, fixed_<tokens> or threshold_<confidence, 0 to 1>"
+        require(is_known, f"{path}.policy", setting.policy, rule, f"{path}.policy=fixed_{drafter.block_size}")
+        has_confidences = isinstance(drafter, DSparkConfig)
+        rule = f"a {drafter.kind} drafter has no confidences"
+        require(not threshold or has_confidences, f"{path}.policy", setting.policy, rule, f"{path}.policy=fixed_1, or drafter=dspark")
+    for i, setting in enumerate(traced):
+        path, rule = f"stage.trace.settings.{i}", "the release is served whole, so it is calibrated whole"
+        require(setting.ablation is None, f"{path}.ablation", setting.ablation, rule, f"{path}.ablation=null")
+        rule = "a calibration is fitted on whole blocks"
+        require(setting.policy == "verify_all", f"{path}.policy", setting.policy, rule, f"{path}.policy=verify_all")
+
+
+def _check_serving(settings: Settings) -> None:
+    """Of the server that an evaluation measures, if it does."""
+    serving, drafter, cluster, path = settings.stage.evaluate.serving, settings.drafter, settings.cluster, "stage.evaluate.serving"
+    if settings.stage.evaluate.engine != "vllm":
+        return
+    require(serving is not None, path, serving, "stage.evaluate.engine=vllm measures what it says", "see conf/stage/evaluate.yaml")
+    assert serving is not None
+    k, grams = serving.num_speculative_tokens, (serving.min_ngram, serving.max_ngram)
+    require(k >= 1, f"{path}.num_speculative_tokens", k, "must be at least 1", f"{path}.num_speculative_tokens=4")
+    rule = "must be 1 or more, and at most max_ngram"
+    require(1 <= grams[0] <= grams[1], f"{path}.min_ngram", grams[0], rule, f"{path}.min_ngram=2 {path}.max_ngram=4")
+    require(serving.tolerance > 0, f"{path}.tolerance", serving.tolerance, "must be above 0", f"{path}.tolerance=0.05")
+    url = cluster.serving_url
+    is_url = url is None or url.startswith(("http://", "https://"))
+    require(is_url, "cluster.serving_url", url, "must begin with http:// or https://", "cluster.serving_url=http://127.0.0.1:8000")
+    if serving.method == "dspark":
+        has_gpu = cluster.gpus_per_worker >= 1 or url is not None
+        fix = f"{path}.method=ngram, cluster.gpus_per_worker=1, or cluster.serving_url of a server that has one"
+        require(has_gpu, f"{path}.method", "dspark", "vLLM runs DSpark on a GPU alone, and cluster.gpus_per_worker is 0", fix)
+        require(isinstance(drafter, DSparkConfig), f"{path}.method", "dspark", f"the drafter is {drafter.kind}", "drafter=dspark")
+        rule = f"the drafter drafts blocks of drafter.block_size = {drafter.block_size} here"
+        require(k == drafter.block_size, f"{path}.num_speculative_tokens", k, rule, f"{path}.num_speculative_tokens={drafter.block_size}")
+
+
 def _check(settings: Settings) -> None:
     """Rules between fields, checked before any work."""
-
-    def require(holds: bool, path: str, value: object, rule: str, fix: str) -> None:
-        if not holds:
-            raise ValueError(f"{path}: {value!r}: {rule}. Fix: {fix}")
-
+    _check_decoding(settings)
+    _check_serving(settings)
     stage, drafter, cluster = settings.stage, settings.drafter, settings.cluster
     require(settings.until is None or settings.until in STEPS, "until", settings.until, f"must be one of {', '.join(STEPS)}", "until=train")
     is_drift = settings.mode == "drift"
@@ -297,12 +353,6 @@ def _check(settings: Settings) -> None:
         require(
             uri != HUB or name in ON_HUB, path, uri, f"only {', '.join(ON_HUB)} are known there", "name one of these, or give a JSONL file"
         )
-    traced, fix = stage.trace.settings, "stage.trace.settings=[{temperature: 0, draft_mode: greedy, ablation: null}]"
-    require(len(set(traced)) == len(traced) > 0, "stage.trace.settings", list(traced), "must be distinct, and at least one", fix)
-    for i, setting in enumerate(traced):
-        path, rule = f"stage.trace.settings[{i}]", "the release is served whole, so it is calibrated whole"
-        require(setting.temperature >= 0, f"{path}.temperature", setting.temperature, "must be at least 0", fix)
-        require(setting.ablation is None, f"{path}.ablation", setting.ablation, rule, fix)
     sampling = settings.target.sampling
     is_plain = sampling.top_p == 1.0 and sampling.top_k == 0
     require(

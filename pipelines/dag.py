@@ -70,6 +70,7 @@ class Resources:
     cache: Any = None  # stage.cache_targets: how the target cache is stored or streamed
     num_producers: int = 0  # engine workers beside a training that reads a stream
     cpu_share: float = 1.0  # of its machine, for a worker with num_cpus 0
+    serving_url: str | None = None  # of a running vLLM server
     files: Mapping[str, str] = field(default_factory=dict)  # name -> uri of input files, hashed by content
 
 

@@ -1,18 +1,21 @@
 """Prompts to rounds on one worker: what evaluate, trace and profile_sps share. The decoding itself is `dspark.decoding.decode`."""
 
 import hashlib
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from pipelines.artifacts import Drafter
 from pipelines.backends.object_store import open_storage
 from pipelines.evaluation import request_id
-from pipelines.settings import DecodingSetting, EvaluateStage, TraceStage
+from pipelines.settings import DecodingSetting, EvaluateStage, ServingStage, TraceStage
 from pipelines.targets import local_folder
 
 if TYPE_CHECKING:
     from dspark.decoding import Completion, DecodingConfig, Request
+    from dspark.drafters.base import BlockDrafter
     from dspark.drafters.base import Drafter as Model
     from dspark.storage import Storage
     from dspark.target import TargetModel
@@ -93,23 +96,63 @@ class Decoder:
         return requests, skipped
 
     def config(self, setting: DecodingSetting) -> "DecodingConfig":
-        from dspark.decoding import DecodingConfig
+        from dspark.decoding import DecodingConfig, Verification
+        from dspark.rounds import VERIFY_ALL
         from dspark.sampling import Sampling
+        from dspark.scheduler import static_policy
 
-        sampling, limits = Sampling(setting.draft_mode, setting.temperature), self._settings
+        sampling, limits = Sampling(setting.draft_mode, setting.temperature, setting.top_k, setting.top_p), self._settings
         return DecodingConfig(
-            sampling, limits.max_new_tokens, self.tokenizer.stop_ids, limits.batch_size, limits.seed, setting.ablation or ""
+            sampling,
+            limits.max_new_tokens,
+            self.tokenizer.stop_ids,
+            limits.batch_size,
+            limits.seed,
+            setting.ablation or "",
+            Verification(setting.policy, None if setting.policy == VERIFY_ALL else static_policy(setting.policy)),
         )
 
-    def decode(self, requests: "list[Request]", setting: DecodingSetting, precision: str, use_drafter: bool = True) -> "list[Completion]":
+    def decode(
+        self,
+        requests: "list[Request]",
+        setting: DecodingSetting,
+        precision: str,
+        drafter: "Literal['trained', 'none'] | ServingStage" = "trained",
+    ) -> "list[Completion]":
+        """Completions by request id. `drafter`: the trained one, none, or what a server is measured beside."""
         from dspark.decoding import decode
         from dspark.drafters.dflash import DFlash
+        from dspark.untrained import PromptLookup
 
-        target, drafter = self.models(precision)
-        if isinstance(drafter, DFlash):
-            drafter.is_markov_ablated = setting.ablation == "no_markov"
-        found = decode(target, drafter if use_drafter else None, requests, self.config(setting))
+        target, trained = self.models(precision)
+        if isinstance(trained, DFlash):
+            trained.is_markov_ablated = setting.ablation == "no_markov"
+        used: BlockDrafter | None = None if drafter == "none" else trained
+        config = self.config(setting)
+        if isinstance(drafter, ServingStage) and drafter.method == "ngram":
+            used = PromptLookup(drafter.num_speculative_tokens, drafter.min_ngram, drafter.max_ngram, target.shape.vocab_size)
+            config = replace(config, variant=drafter.method)
+        found = decode(target, used, requests, config)
         return sorted(found, key=lambda completion: completion.request.id)
+
+    def export(self, folder: Path, precision: str) -> Path:
+        """The trained drafter as vLLM loads it."""
+        from dspark.release import served_files
+        from dspark.target import load_head
+        from dspark.training import DTYPES
+
+        head = load_head(self._folder, DTYPES[precision])
+        target_config = json.loads((self._folder / "config.json").read_text())
+        for name, data in served_files(self.models(precision)[1], head, target_config).items():
+            (folder / name).write_bytes(data)
+        return folder
+
+    def free(self) -> None:
+        """Takes the models out of memory."""
+        import torch
+
+        self._loaded.clear()
+        torch.cuda.empty_cache()
 
 
 def put_rounds(out: "Storage", name: str, completions: "Sequence[Completion]") -> str:

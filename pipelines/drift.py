@@ -184,13 +184,13 @@ def _check(calibrated: Calibrated, new: NewRounds, block_size: int, min_rounds: 
     rounds, wanted = new.rounds, calibrated.setting
     for r in rounds:
         place = f"rounds: {new.uri}: round {r.round_index} of request {r.request_id}"
+        if r.policy == "every_position":
+            raise ValueError(f"{place}: a block of every position, which no decoding visits. Fix: rounds={new.uri.rstrip('/')}/rounds-")
         if r.setting != wanted:
             raise ValueError(
                 f"{place}: decoded as {r.setting}, the calibration holds for {wanted} alone. Fix: give the beginning of the names of the files "
                 f"of that setting, or rounds that were served so"
             )
-        if r.policy == "every_position":
-            raise ValueError(f"{place}: a block of every position, which no decoding visits. Fix: rounds={new.uri.rstrip('/')}/rounds-")
         if len(r.confidence_logits) != r.proposed:
             raise ValueError(
                 f"{place}: {len(r.confidence_logits)} confidence logits of {r.proposed} drafted tokens. Fix: rounds of a drafter with a confidence head"

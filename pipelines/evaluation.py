@@ -1,11 +1,12 @@
 """The evaluation report, its figures and its headline, from decoding rounds alone (schema: dspark/rounds.py).
 
-    report = make_report(rounds, views, lossless, set_aside)
+    report = make_report(rounds, views, set_aside, commits, lossless, serving)
     figures(report)                        # name -> png
 
 A new view needs no new decoding: the rounds of a finished evaluation are in its Parquet files, and `Views` says how to look
-at them. `report.json`, schema version 2: `definitions`; `settings`: decoding setting -> source -> domain -> summary;
-`benchmark_means`; `lossless`; `skipped`, every prompt that was set aside with its place and reason, and their number by reason.
+at them. `report.json`, schema version 3: `definitions`; `settings`: decoding setting -> source -> domain -> summary;
+`benchmark_means`; `benchmark_commits` of those from the Hub; `lossless`; `serving` (pipelines/serving.py); `skipped`, every prompt
+that was set aside with its place and reason, and their number by reason.
 """
 
 from collections import Counter, defaultdict
@@ -20,7 +21,7 @@ from pipelines.figures import png
 if TYPE_CHECKING:
     from dspark.rounds import Round
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 TEST = "test"  # the source that is the project's own split; every other one is a benchmark
 MATH_AND_CODE = "math+code"
 
@@ -34,7 +35,10 @@ DEFINITIONS = {
     "sigmoid(logit) reaches the threshold: drafted tokens verified and rejected a round, accepted length and accepted / verified. A round "
     "cut before its accepted stop token emits a bonus again; a stored round ends at its stop token, so tokens verified behind it do not "
     "count. An estimate over the anchors that this pass visited: decoding with the threshold would go on at other anchors after a cut. "
-    "null without a confidence head",
+    "null without a confidence head, and where not all was verified",
+    "serving": "a vLLM server's own counts on the prompts of this evaluation, first turns, greedy, beside decoding them here with the same "
+    "drafter: drafts are rounds in which something was proposed, accepted_length is accepted / drafts + 1, prefix_survival by draft, "
+    "difference of accepted / drafts, served over offline - 1. vLLM counts tokens accepted behind a stop token, too",
     "benchmark_means": "unweighted mean over benchmarks of their accepted lengths, as in the paper; the test split is none",
     "skipped": "prompts set aside: source, row of the file or data set from 1 (null: test split), turn, reason; setting where a later "
     "turn depends on the answers decoded so",
@@ -63,7 +67,12 @@ class SetAside:
 
 
 def make_report(
-    rounds: Sequence["Round"], views: Views, lossless: Mapping[str, Any] | None, set_aside: Sequence[SetAside]
+    rounds: Sequence["Round"],
+    views: Views,
+    set_aside: Sequence[SetAside],
+    commits: Mapping[str, str],
+    lossless: Mapping[str, Any] | None,
+    serving: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """Acceptance by setting, source and domain, pooled over rounds. What is set aside alike in several settings counts once."""
     groups: dict[tuple[str, str], dict[str, list[Round]]] = defaultdict(lambda: defaultdict(list))
@@ -84,7 +93,9 @@ def make_report(
         "definitions": DEFINITIONS,
         "settings": settings,
         "benchmark_means": {setting: means for setting, sources in settings.items() if (means := _benchmark_means(sources))},
+        "benchmark_commits": dict(commits),
         "lossless": lossless,
+        "serving": serving,
         "skipped": [asdict(item) for item in distinct],
         "skipped_by_reason": dict(sorted(Counter(item.reason for item in distinct).items())),
     }
@@ -102,6 +113,7 @@ def _all_first(item: tuple[str, Any]) -> tuple[bool, str]:
 def _summary(rounds: Sequence["Round"], views: Views) -> dict[str, Any]:
     from dspark.calibration import pad, sigmoid
     from dspark.metrics import acceptance, by_context_length, pooled_length, threshold_sweep
+    from dspark.rounds import VERIFY_ALL
 
     accepted, ended_by_stop = [r.accepted for r in rounds], [r.ended_by_stop for r in rounds]
     block_size = max(r.proposed for r in rounds)
@@ -111,7 +123,7 @@ def _summary(rounds: Sequence["Round"], views: Views) -> dict[str, Any]:
     pooled = pooled_length(emitted, prompts)
     buckets = by_context_length([r.context_length_tokens for r in rounds], emitted, prompts, views.context_edges_tokens)
     sweep = None
-    if all(r.confidence_logits for r in rounds):
+    if all(r.confidence_logits and r.policy == VERIFY_ALL for r in rounds):
         confidence_NK = sigmoid(pad([r.confidence_logits for r in rounds], block_size))
         sweep = [asdict(point) for point in threshold_sweep(accepted, ended_by_stop, confidence_NK, views.thresholds)]
     return {
@@ -155,6 +167,9 @@ def headline(report: Mapping[str, Any]) -> dict[str, float]:
         metrics |= {f"{setting}/benchmark_means/{domain}/accepted_length".replace("+", "_"): mean for domain, mean in means.items()}
     if report["lossless"]:
         metrics |= {f"lossless_{key}": float(report["lossless"][key]) for key in ("num_prompts", "num_equal", "num_wrong")}
+    if serving := report["serving"]:
+        metrics |= {f"serving/{side}_accepted_length": serving[side]["accepted_length"] for side in ("served", "offline")}
+        metrics |= {f"serving/{key}": float(serving[key]) for key in ("difference", "num_texts", "num_equal_texts")}
     metrics["prompts_skipped"] = float(len(report["skipped"]))
     return metrics | {f"prompts_skipped/{reason.replace(' ', '_')}": float(n) for reason, n in report["skipped_by_reason"].items()}
 

@@ -222,16 +222,19 @@ def build(settings: Settings) -> list[Step]:
         drafter_name,
         replace(gang, cache=cached),
     )
+    serving = stage.evaluate.serving if stage.evaluate.engine == "vllm" else None
     evaluate = Step(
         "evaluate",
-        3,
+        4,
         "pipelines.stages.evaluate:run",
         # Where a benchmark lies is not what it is: the stage's uris are replaced by checksums.
-        EvaluateConfig(replace(stage.evaluate, settings=decoding, benchmarks=None), identity, target.max_length_tokens, benchmarks),
+        EvaluateConfig(
+            replace(stage.evaluate, settings=decoding, benchmarks=None, serving=serving), identity, target.max_length_tokens, benchmarks
+        ),
         {"prompts": prompts, "drafter": train},
         artifacts.EvalReport,
         drafter_name,
-        replace(engines, files=benchmark_uris),
+        replace(engines, files=benchmark_uris, serving_url=cluster.serving_url),
     )
     steps = [prompts, regenerate, cache_targets, train, evaluate]
     if isinstance(settings.drafter, DSparkConfig):

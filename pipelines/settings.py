@@ -135,21 +135,43 @@ class CacheTargetsStage:
 
 @dataclass(frozen=True)
 class DecodingSetting:
-    """One way of decoding prompts. `ablation`: draft with the Markov head's bias switched off."""
+    """One way of decoding prompts. `ablation`: draft with the Markov head's bias switched off.
+
+    `policy`, how much of each draft is verified: verify_all, fixed_<tokens> or threshold_<raw confidence>. The last three have
+    defaults, since a setting is a line in a list, which composition cannot complete.
+    """
 
     temperature: float
     draft_mode: Literal["probabilistic", "greedy"]
     ablation: Literal["no_markov"] | None
+    top_k: int = 0
+    top_p: float = 1.0
+    policy: str = "verify_all"
+
+
+@dataclass(frozen=True)
+class ServingStage:
+    """What a vLLM server is measured with, at temperature 0. ngram: its prompt lookup beside ours, n-grams of `min_ngram` to `max_ngram`
+    tokens; dspark: the trained drafter. `tolerance`: of the relative difference in accepted tokens a draft."""
+
+    method: Literal["ngram", "dspark"]
+    num_speculative_tokens: int
+    min_ngram: int
+    max_ngram: int
+    tolerance: float
 
 
 @dataclass(frozen=True)
 class EvaluateStage:
     """`benchmarks`: name -> JSONL uri, or `hub` for one of pipelines/benchmarks.py; decoded beside the test split.
 
+    `engine` vllm measures a server beside what is decoded here, as `serving` says; without it `serving` is not looked at.
     `turns` first is the mode of the paper's tables; all goes on with the target's own answers, as they were decoded.
     `context_edges_tokens` and `thresholds` are views of the same rounds.
     """
 
+    engine: Literal["decoding", "vllm"]
+    serving: ServingStage | None
     max_new_tokens: int
     batch_size: int
     precision: Literal["bf16", "fp32"]
@@ -246,6 +268,7 @@ class ClusterConfig:
     root: str
     tracker: Literal["mlflow", "none"]
     tracking_uri: str | None
+    serving_url: str | None  # of a vLLM server that stage.evaluate.engine=vllm measures; null: one of the step's own
     engine_workers: int
     train_workers: int
     cpus_per_worker: int
@@ -275,6 +298,6 @@ class Settings:
 
 RECORDS = (
     LocalSource, HubSource, RandomSource, SamplingConfig, TargetConfig, FileData, HubData, PromptsStage, RegenerateStage,
-    CacheTargetsStage, DecodingSetting, EvaluateStage, TraceStage, CalibrateStage, ProfileSpsStage, ScheduleStage, PublishStage,
-    StageConfig, ClusterConfig, Settings,
+    CacheTargetsStage, DecodingSetting, ServingStage, EvaluateStage, TraceStage, CalibrateStage, ProfileSpsStage, ScheduleStage,
+    PublishStage, StageConfig, ClusterConfig, Settings,
 )  # fmt: skip

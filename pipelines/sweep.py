@@ -71,7 +71,7 @@ def _counts(evaluated: Artifact) -> dict[str, Counts]:
     """Of each decoding setting and source, named as in the report: the tokens and the rounds of every request."""
     storage, found = open_storage(evaluated.uri), defaultdict[str, Counts](dict)
     for name in evaluated.record["files"]:
-        if name.endswith(".parquet"):
+        if name.startswith(EvalReport.ROUNDS):
             for r in from_parquet(storage.read(name)):
                 counts = found[f"{r.setting}/{r.source}"]
                 tokens, rounds = counts.get(r.request_id, (0, 0))

@@ -1,6 +1,6 @@
-"""The one door to vLLM: generation, hidden states by prefill, and verification steps to be timed.
+"""The one door to vLLM: generation, hidden states by prefill, verification steps to be timed, and a server.
 
-Both engines run inside the worker's own process. On a CPU the environment below makes that possible and fast: in-process,
+All but the server run inside the worker's own process. On a CPU the environment below makes that possible and fast: in-process,
 threads as the worker was given them, no binding to cores, no compilation. It must be set before vLLM is imported.
 
 Hidden states come through vLLM's `extract_hidden_states` method and a connector of our own: the prompt (here: prompt plus
@@ -11,11 +11,14 @@ pieces. The method cannot generate on a CPU, so text comes from a plain engine.
 """
 
 import os
+import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -261,45 +264,6 @@ def _proposer(worker: Any) -> ScriptedProposer:
     return worker.model_runner.drafter
 
 
-@dataclass(frozen=True)
-class ServedSpeculation:
-    """What vLLM counted while it served: drafts are rounds in which something was proposed."""
-
-    num_drafts: int
-    num_proposed: int
-    num_accepted: int
-
-
-class LookupServer:
-    """Greedy text under vLLM's own n-gram speculation."""
-
-    def __init__(self, folder: Path, precision: str, max_length_tokens: int, block_size: int, min_ngram: int, max_ngram: int) -> None:
-        self._engine = vllm.LLM(
-            str(folder),
-            dtype="bfloat16" if precision == "bf16" else "float32",
-            enforce_eager=not _HAS_GPU,
-            max_model_len=max_length_tokens,
-            disable_log_stats=False,
-            speculative_config={
-                "method": "ngram",
-                "num_speculative_tokens": block_size,
-                "prompt_lookup_min": min_ngram,
-                "prompt_lookup_max": max_ngram,
-            },
-        )
-
-    def generate(self, prompts: list[list[int]], max_new_tokens: int) -> tuple[list[list[int]], ServedSpeculation]:
-        sampling = vllm.SamplingParams(temperature=0, max_tokens=max_new_tokens, detokenize=False)
-        before = self._counts()
-        outputs = self._engine.generate(_prompts(prompts), sampling, use_tqdm=False)
-        counts = [after - earlier for after, earlier in zip(self._counts(), before, strict=True)]
-        return [list(output.outputs[0].token_ids) for output in outputs], ServedSpeculation(*counts)
-
-    def _counts(self) -> list[int]:
-        found = {metric.name: getattr(metric, "value", 0) for metric in self._engine.get_metrics()}
-        return [int(found.get(f"vllm:spec_decode_num_{name}", 0)) for name in ("drafts", "draft_tokens", "accepted_tokens")]
-
-
 def _prompts(sequences: list[list[int]]) -> list[TokensPrompt]:
     return [TokensPrompt(prompt_token_ids=ids) for ids in sequences]
 
@@ -330,3 +294,25 @@ class HiddenStatesConnector(ExampleHiddenStatesConnector):
                 self._submit_async_write(pending)
                 written.add(pending.req_id)
         return written or None, None
+
+
+def serve(arguments: Sequence[str]) -> None:
+    """vLLM's HTTP server with these command-line arguments, until it is told to end or its standard input is closed, as whoever
+    started it closes it by ending in whatever way. It has to lead its process group."""
+
+    def follow() -> None:
+        sys.stdin.read()
+        for _ in range(6):  # one that comes while vLLM starts may be lost
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5.0)
+        os.killpg(os.getpid(), signal.SIGKILL)  # with its engine's process
+
+    Thread(target=follow, daemon=True).start()
+    sys.argv = ["vllm", *arguments, *([] if _HAS_GPU else ["--enforce-eager"])]
+    from vllm.entrypoints.launchers.api_server.entry import main
+
+    main()
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1:])

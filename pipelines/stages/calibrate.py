@@ -24,7 +24,7 @@ def run(config: CalibrateConfig, inputs: Mapping[str, Artifact], out: Storage, w
         calibrate, test = (read_rounds(inputs["rounds"], "rounds", split, number) for split in ("calibrate", "test"))
         fitted, found[test[0].setting] = analyse(calibrate, test, config.block_size, config.calibrate)
         if number == SERVED:
-            served = {"temperature": test[0].temperature, "draft_mode": test[0].draft_mode}
+            served = {name: getattr(test[0], name) for name in ("temperature", "top_k", "top_p", "draft_mode")}
             out.put(Calibration.CALIBRATION, fitted.to_json().encode())
     report = make_report(found, served)
     out.put(Calibration.REPORT, json.dumps(report, indent=1).encode())

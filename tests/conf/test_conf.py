@@ -75,13 +75,13 @@ def test_choice_of_a_group_composes(group: str, choice: str) -> None:
         (["stage.train.muon_lr=0"], ["stage.train.muon_lr", "above 0"]),
         (
             ["stage.trace.settings=[{temperature: -1, draft_mode: greedy, ablation: null}]"],
-            ["stage.trace.settings[0].temperature: -1", "at least 0"],
+            ["stage.trace.settings.0.temperature: -1", "at least 0"],
         ),
         (
             ["stage.trace.settings=[{temperature: 0, draft_mode: greedy, ablation: no_markov}]"],
-            ["stage.trace.settings[0].ablation", "null"],
+            ["stage.trace.settings.0.ablation", "null"],
         ),
-        (["stage.trace.settings=[]"], ["stage.trace.settings: []", "at least one"]),
+        (["stage.trace.settings=[]"], ["stage.trace.settings: []", "the first is the one that is served"]),
         (["stage.calibrate.num_folds=1"], ["stage.calibrate.num_folds: 1", "at least 2"]),
         (["stage.profile_sps.engines=[vllm]"], ["stage.profile_sps.engines", "decoding"]),
         (["stage.profile_sps.batch_tokens=[8,4]"], ["stage.profile_sps.batch_tokens: [8, 4]", "ascending"]),
@@ -106,6 +106,22 @@ def test_choice_of_a_group_composes(group: str, choice: str) -> None:
         (["stage.train.batch_sequences=7", "cluster.micro_batch_sequences=2"], ["stage.train.batch_sequences", "multiple of 2"]),
         (["cluster.train_engine=deepspeed", "cluster.executor=local"], ["cluster.train_engine", "cluster=ray"]),
         (["stage.evaluate.settings=[{temperature: 1.0, draft_mode: probabilistic, ablation: null, top: 1}]"], ["stage.evaluate.settings.0.top", "unknown"]),
+        (["stage.evaluate.settings=[{temperature: 1.0, draft_mode: greedy, ablation: null, top_p: 0}]"], ["stage.evaluate.settings.0.top_p: 0.0", "at most 1"]),
+        (["stage.evaluate.settings=[{temperature: 1.0, draft_mode: greedy, ablation: null, top_k: -1}]"], ["stage.evaluate.settings.0.top_k: -1", "no filter"]),
+        (["stage.evaluate.settings=[{temperature: 0, draft_mode: greedy, ablation: null, top_k: 5}]"], ["stage.evaluate.settings.0", "temperature 0"]),
+        (["stage.evaluate.settings=[{temperature: 0, draft_mode: greedy, ablation: null, policy: fixed_0}]"], ["settings.0.policy: 'fixed_0'", "threshold_<"]),
+        (["stage.evaluate.settings=[{temperature: 0, draft_mode: greedy, ablation: null, policy: threshold_1.5}]"], ["settings.0.policy: 'threshold_1.5'"]),
+        (["drafter=dflash", "stage.evaluate.settings=[{temperature: 0, draft_mode: greedy, ablation: null, policy: threshold_0.5}]"], ["no confidences"]),
+        (["stage.evaluate.settings=[{temperature: 0, draft_mode: greedy, ablation: null},{temperature: 0.0, draft_mode: greedy, ablation: null}]"], ["two are the same"]),
+        (["stage.trace.settings=[{temperature: 0, draft_mode: greedy, ablation: null, policy: fixed_1}]"], ["stage.trace.settings.0.policy: 'fixed_1'", "whole blocks"]),
+        (["stage.trace.settings=[{temperature: 1, draft_mode: greedy, ablation: null, top_p: 2}]"], ["stage.trace.settings.0.top_p: 2.0", "at most 1"]),
+        (["stage.trace.settings=[{temperature: 0, draft_mode: greedy, ablation: null},{temperature: 0.0, draft_mode: greedy, ablation: null}]"], ["stage.trace.settings: ", "two are the same"]),
+        (["stage.evaluate.engine=vllm", "stage.evaluate.serving=null"], ["stage.evaluate.serving: None", "evaluate.yaml"]),
+        (["stage.evaluate.engine=vllm", "stage.evaluate.serving.method=dspark"], ["stage.evaluate.serving.method: 'dspark'", "GPU", "method=ngram"]),
+        (["stage.evaluate.engine=vllm", "stage.evaluate.serving.method=dspark", "cluster.gpus_per_worker=1"], ["num_speculative_tokens: 4", "block_size = 7"]),
+        (["stage.evaluate.engine=vllm", "stage.evaluate.serving.min_ngram=5"], ["stage.evaluate.serving.min_ngram: 5", "at most max_ngram"]),
+        (["stage.evaluate.engine=vllm", "stage.evaluate.serving.tolerance=0"], ["stage.evaluate.serving.tolerance: 0.0", "above 0"]),
+        (["stage.evaluate.engine=vllm", "cluster.serving_url=localhost:8000"], ["cluster.serving_url: 'localhost:8000'", "http://"]),
         (["stage.evaluate.thresholds=[0.5,2]"], ["stage.evaluate.thresholds: [0.5, 2.0]", "0 to 1"]),
         (["stage.evaluate.context_edges_tokens=[64,128]"], ["stage.evaluate.context_edges_tokens: [64, 128]", "begin with 0"]),
         (["stage.evaluate.turns=both"], ["stage.evaluate.turns", "'both'", "'first' or 'all'"]),
@@ -140,7 +156,13 @@ def test_fingerprint_changes_with_identity_and_not_with_execution() -> None:
         return {step.name: fingerprint(step) for step in flow.build(compose(list(overrides))[0])}
 
     base = fingerprints()
-    moved = fingerprints("cluster.root=s3://bucket/x", "cluster.train_workers=4", "cluster.zero_stage=3", "cluster.micro_batch_sequences=2")
+    moved = fingerprints(
+        "cluster.root=s3://bucket/x",
+        "cluster.serving_url=http://x:8000",
+        "cluster.train_workers=4",
+        "cluster.zero_stage=3",
+        "cluster.micro_batch_sequences=2",
+    )
     assert moved == base
     moved = fingerprints("cluster=gpu")  # only the measurement of a stack, and what is made of it
     assert {name for name in base if moved[name] != base[name]} == {"profile_sps", "schedule", "publish"}

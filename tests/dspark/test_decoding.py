@@ -21,7 +21,7 @@ from dspark.decoding import DecodingConfig, Request, Verification, decode
 from dspark.drafters import build_drafter
 from dspark.drafters.base import ContextRows, PackedContext, TrainingBatch
 from dspark.sampling import Sampling, distribution
-from dspark.scheduler import SpsTable, admit, admit_async, fixed, threshold
+from dspark.scheduler import SpsTable, admit, admit_async, fixed, static_policy, threshold
 from dspark.step import Step
 from dspark.target import KeyValueCache, TransformersTarget, load_head
 from dspark.trace import every_position
@@ -235,6 +235,22 @@ def test_threshold_verifies_the_prefix_whose_calibrated_confidences_reach_it(tar
         assert (r.accepted, r.draft_tokens) == (min(uncut.accepted, r.proposed), uncut.draft_tokens[: r.proposed])
 
 
+@pytest.mark.parametrize(
+    ("name", "same"), [("fixed_2", fixed(2, SPS)), ("threshold_0.45", threshold(0.45, SPS)), ("threshold_1", threshold(1, SPS))]
+)
+def test_policy_of_a_setting_chooses_as_the_one_with_a_table(name, same):
+    confidence_RK = np.random.default_rng(0).random((50, 4))
+    assert static_policy(name)(confidence_RK).lengths_R.tolist() == same(confidence_RK).lengths_R.tolist()
+
+
+@pytest.mark.parametrize(
+    "name", ["verify_all", "fixed_", "fixed_-1", "fixed_1.5", "threshold_1.5", "threshold_nan", "threshold_x", "scheduler"]
+)
+def test_policy_that_needs_more_than_its_name_is_refused(name):
+    with pytest.raises(ValueError, match=rf"policy: '{name}' must be .* Fix:"):
+        static_policy(name)
+
+
 def test_asynchronous_lengths_come_from_the_confidences_of_earlier_rounds(target, drafter):
     seen = []
 
@@ -313,6 +329,24 @@ def test_rounds_add_up_to_the_text(target, drafter, temperature):
         last = completion.rounds[-1].accepted + 1  # only the last round may be cut by the limit
         assert emitted - last < len(completion.token_ids) - 1 <= emitted
         assert (completion.finish_reason, len(completion.token_ids)) == ("length", 25)
+
+
+def test_stop_token_that_only_the_limit_keeps_out_of_the_text_ends_no_round(tiny_target, target):
+    """The target drafts for itself, so that every draft is accepted: the limit falls before, at and behind an accepted stop token."""
+    own = DraftModel(TransformersTarget(tiny_target, (0,), torch.float64, torch.device("cpu")), 3, V)
+    (plain,) = _run(target, None, _config("greedy", 0.0, max_new_tokens=12), REQUESTS[:1]).values()
+    place = next(i for i in range(2, 12) if (i - 1) % 4 in (1, 2) and plain.token_ids.index(plain.token_ids[i]) == i)  # inside a draft
+    stop = plain.token_ids[place]
+    first = place - (place - 1) % 4  # of the draft
+    for limit in range(first + 1, place + 3):
+        (completion,) = _run(target, own, _config("greedy", 0.0, max_new_tokens=limit, stop_ids=(stop,)), REQUESTS[:1]).values()
+        is_in_text = limit > place
+        last = completion.rounds[-1]
+        assert completion.token_ids == plain.token_ids[: min(limit, place + 1)]
+        assert completion.finish_reason == ("stop" if is_in_text else "length")
+        assert last.ended_by_stop is is_in_text is (last.next_token is None)
+        assert last.context_length_tokens == len(completion.request.prompt_ids) + first - 1
+        assert last.accepted == last.proposed == (place - first + 1 if is_in_text else 3)
 
 
 @pytest.mark.parametrize("mode", ["probabilistic", "greedy"])

@@ -71,7 +71,7 @@ def test_trunk_local_run_makes_every_artifact_with_its_record(finished: Path) ->
     check_release(LocalStorage(str(next(finished.glob("publish/*/release")))))
     calibration = json.loads(next(finished.glob("calibrate/*/report.json")).read_text())
     assert list(calibration["settings"]) == ["t0-greedy", "t1-probabilistic"]
-    assert calibration["setting"] == {"temperature": 0.0, "draft_mode": "greedy"}
+    assert calibration["setting"] == {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "draft_mode": "greedy"}
     traced = {path.name for path in finished.glob("trace/*/*.parquet")}
     assert {"rounds-0-test-0000.parquet", "rounds-1-test-0000.parquet", "positions-0-test-0000.parquet"} <= traced
     assert "positions-1-test-0000.parquet" not in traced

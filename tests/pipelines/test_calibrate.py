@@ -39,8 +39,8 @@ def make_rounds(split: str, seed: int, scale: float, setting: DecodingSetting = 
             row = 0.0, (7,) * proposed, tuple((true_K * scale).tolist())[:proposed], (0.5,) * proposed
             made.append(
                 Round(
-                    f"{split}/p{prompt}", domain, split, i, setting.temperature, setting.draft_mode, "", "verify_all", 9, 5, row[1], row[3],
-                    row[3], row[2], proposed, accepted, None if is_cut else 8, is_cut,
+                    f"{split}/p{prompt}", domain, split, i, setting.temperature, setting.top_k, setting.top_p, setting.draft_mode, "", "verify_all", 9, 5,
+                    row[1], row[3], row[3], row[2], proposed, accepted, None if is_cut else 8, is_cut,
                 )
             )  # fmt: skip
     return made
@@ -113,7 +113,7 @@ def test_report_of_an_overconfident_head_says_that_scaling_helps_and_what_was_fi
     assert view["change"]["ece"]["raw"]["mean"]["high"] < 0.0
     raw, sts = (view["methods"][name]["mean"] for name in ("raw", "sts"))
     assert sts["ece"]["estimate"] < 1.5 * sts["ece_floor"] < raw["ece"]["estimate"]
-    metrics = headline(make_report({"t0-greedy": found}, {"temperature": 0.0, "draft_mode": "greedy"}))
+    metrics = headline(make_report({"t0-greedy": found}, {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "draft_mode": "greedy"}))
     assert list(metrics)[:4] == ["ece_raw", "ece_sts", "ece_change_low", "ece_change_high"]
     assert metrics["ece_sts"] == sts["ece"]["estimate"]
     assert metrics["ece_change_high"] == view["change"]["ece"]["raw"]["mean"]["high"]
@@ -157,7 +157,7 @@ def test_step_calibrates_the_served_setting_and_reports_every_one(tmp_path: Path
     report = json.loads(out.read("report.json"))
     assert list(report["settings"]) == ["t1-probabilistic", "t0-greedy"]
     assert report["served"] == "t1-probabilistic"
-    assert report["setting"] == {"temperature": 1.0, "draft_mode": "probabilistic"}
+    assert report["setting"] == {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "draft_mode": "probabilistic"}
     served, other = report["settings"].values()
     assert min(served["temperatures"]) > 1.0 > max(other["temperatures"])
     assert list(Calibration.from_json(out.read("calibration.json"), K).temperatures_K) == served["temperatures"]
@@ -168,7 +168,9 @@ def test_step_calibrates_the_served_setting_and_reports_every_one(tmp_path: Path
 
 
 def test_figures_show_the_methods_and_the_reliability_of_every_setting(found: dict[str, Any]) -> None:
-    report = make_report({"t0-greedy": found, "t1-probabilistic": found}, {"temperature": 0.0, "draft_mode": "greedy"})
+    report = make_report(
+        {"t0-greedy": found, "t1-probabilistic": found}, {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "draft_mode": "greedy"}
+    )
     shown = figures(report)
     assert sorted(shown) == ["methods.png", "reliability-t0-greedy.png", "reliability-t1-probabilistic.png"]
     assert all(data.startswith(b"\x89PNG") for data in shown.values())

@@ -41,7 +41,7 @@ def draw(seed: int, num_requests: int = 150, distortion: float = 1.0, **changes)
             proposed = K if generator.random() < 0.95 else int(generator.integers(accepted, K + 1))
             logits = distortion * true_K * TEMPERATURES
             drawn = Round(
-                f"{seed}-{request}", ("math", "chat")[request % 2], "live", i, 0.0, "greedy", "", "verify_all", 9 + i, 1, (2,) * proposed,
+                f"{seed}-{request}", ("math", "chat")[request % 2], "live", i, 0.0, 0, 1.0, "greedy", "", "verify_all", 9 + i, 1, (2,) * proposed,
                 (1.0,) * proposed, (1.0,) * proposed, tuple(logits[:proposed].tolist()), proposed, accepted, 3, False,
             )  # fmt: skip
             rounds.append(dataclasses.replace(drawn, **changes))
@@ -159,13 +159,15 @@ def test_rounds_that_are_none_are_refused(tmp_path: Path, content: bytes | None)
     [
         ({"temperature": 1.0}, "decoded as t1-greedy, the calibration holds for t0-greedy alone. Fix:"),
         ({"draft_mode": "probabilistic"}, "decoded as t0-probabilistic, the calibration holds for t0-greedy alone"),
+        ({"top_p": 0.9}, "decoded as t0-greedy-top_p0.9, the calibration holds for t0-greedy alone"),
+        ({"policy": "fixed_2"}, "decoded as t0-greedy-fixed_2, the calibration holds for t0-greedy alone"),
         ({"variant": "no_markov"}, "decoded as t0-greedy-no_markov, the calibration"),
         ({"policy": "every_position"}, "a block of every position, which no decoding visits. Fix: rounds="),
         ({"confidence_logits": ()}, "0 confidence logits of . drafted tokens. Fix: rounds of a drafter with a confidence head"),
         ({"proposed": 2, "accepted": 1, "confidence_logits": (0.1, 0.1)}, "blocks of up to 2 tokens, the calibration is of 4"),
         ({"proposed": 5, "confidence_logits": (0.1,) * 5}, "blocks of up to 5 tokens, the calibration is of 4"),
     ],
-    ids=["temperature", "draft mode", "ablation", "positions", "no head", "shorter", "longer"],
+    ids=["temperature", "draft mode", "filter", "policy", "ablation", "positions", "no head", "shorter", "longer"],
 )  # fmt: skip
 def test_drift_by_rounds_of_something_else_is_refused(calibrated: drift.Calibrated, tmp_path: Path, change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -18,10 +18,11 @@ from pipelines.dag import Outcome
 from pipelines.decoder import Decoder, DecoderSettings
 from pipelines.evaluation import SetAside, Views, figures, headline, make_report, request_id
 from pipelines.runner import LocalWork
-from pipelines.settings import DecodingSetting
+from pipelines.settings import DecodingSetting, ServingStage
 from pipelines.stages import evaluate
 from pipelines.stages.prompts import prompt_id
 from tests.conftest import SHARED
+from tests.pipelines.fake_vllm import FakeVllm
 
 GREEDY, DRAWN = DecodingSetting(0.0, "greedy", None), DecodingSetting(1.0, "probabilistic", None)
 VIEWS = Views((0, 100), (0.0, 0.5))
@@ -31,7 +32,7 @@ NUM_NEW_TOKENS, MAX_LENGTH = 4, 40  # a prompt of the fake tokenizer has a token
 def make_round(request: str, domain: str, accepted: int, **changes: Any) -> Round:
     """A block of two, verified whole."""
     source = request.partition("/")[0]
-    made = Round(request, domain, source, 0, 0.0, "greedy", "", "verify_all", 9, 5, (7, 7), (0.5,) * 2, (0.5,) * 2, (1.0, -1.0), 2, accepted, 8, False)  # fmt: skip
+    made = Round(request, domain, source, 0, 0.0, 0, 1.0, "greedy", "", "verify_all", 9, 5, (7, 7), (0.5,) * 2, (0.5,) * 2, (1.0, -1.0), 2, accepted, 8, False)  # fmt: skip
     return replace(made, **changes)
 
 
@@ -53,6 +54,7 @@ class FakeDecoder:
     decoded: list[str] = field(default_factory=list)
     is_dying: bool = False
     num_calls: int = 0
+    stop_ids = (0,)
     request = Decoder.request
 
     @property
@@ -65,7 +67,7 @@ class FakeDecoder:
     def text(self, token_ids: list[int]) -> str:
         return "!" * len(token_ids)
 
-    def decode(self, requests: list[Any], setting: DecodingSetting, precision: str, use_drafter: bool = True) -> list[Answer]:
+    def decode(self, requests: list[Any], setting: DecodingSetting, precision: str, drafter: Any = "trained") -> list[Answer]:
         self.num_calls += 1
         if self.is_dying and self.num_calls == 3:
             raise KeyboardInterrupt
@@ -82,7 +84,15 @@ class Bench:
     monkeypatch: pytest.MonkeyPatch
     decoder: FakeDecoder | None = None
 
-    def run(self, files: dict[str, list[str]], is_dying: bool = False, num_test: int = 3, **stage: Any) -> Outcome:
+    def run(
+        self,
+        files: dict[str, list[str]],
+        is_dying: bool = False,
+        num_test: int = 3,
+        url: str | None = None,
+        hub: tuple[str, ...] = (),
+        **stage: Any,
+    ) -> Outcome:
         settings, _ = compose(["experiment=tiny"])
         rows = [{"id": f"p{i}", "turns": ["question?"], "system": None, "domain": "chat", "split": "test"} for i in range(num_test)]
         LocalStorage(str(self.root / "prompts")).put(PromptSet.PROMPTS, "\n".join(json.dumps(row) for row in rows).encode())
@@ -91,16 +101,16 @@ class Bench:
             LocalStorage(str(self.root / "files")).put(f"{name}.jsonl", "\n".join(lines).encode())
             uris[name] = str(self.root / "files" / f"{name}.jsonl")
         stage = {"settings": (GREEDY, DRAWN), "batch_size": 1, "num_lossless_prompts": 0, "max_new_tokens": NUM_NEW_TOKENS, **stage}
-        benchmarks = {name: flow._identify_benchmark(name, uri) for name, uri in uris.items()}
+        benchmarks = {name: flow._identify_benchmark(name, uris.get(name)) for name in (*uris, *hub)}
         step = next(step for step in flow.build(settings) if step.name == "evaluate")
-        config = replace(
-            step.config, evaluate=replace(settings.stage.evaluate, **stage), max_length_tokens=MAX_LENGTH, benchmarks=benchmarks
-        )
+        config = replace(step.config, evaluate=replace(step.config.evaluate, **stage), max_length_tokens=MAX_LENGTH, benchmarks=benchmarks)
         self.decoder = FakeDecoder(DecoderSettings("", "", "", MAX_LENGTH, NUM_NEW_TOKENS, 1, 0), is_dying=is_dying)
         self.monkeypatch.setattr(evaluate, "Decoder", lambda settings: self.decoder)
         self.monkeypatch.setattr(evaluate, "figures", lambda report: {"x.png": b"png"} if report["settings"] else {})  # takes seconds
         inputs = {"prompts": PromptSet(str(self.root / "prompts"), {}), "drafter": Drafter(str(self.root / "train"), {})}
-        return evaluate.run(config, inputs, self.out, LocalWork(replace(step.resources, files=uris), lambda progress: None))
+        return evaluate.run(
+            config, inputs, self.out, LocalWork(replace(step.resources, files=uris, serving_url=url), lambda progress: None)
+        )
 
     @property
     def out(self) -> LocalStorage:
@@ -189,6 +199,61 @@ def test_evaluate_takes_the_papers_subset_of_a_benchmark(bench: Bench) -> None:
     assert sorted(text.partition(" mbpp/")[2].partition(" ")[2] for text in bench.decoder.decoded) == sorted(turns[:5])
 
 
+# --- a server beside it ---------------------------------------------------------------------------------------------
+
+SERVING = ServingStage("ngram", num_speculative_tokens=2, min_ngram=2, max_ngram=4, tolerance=0.05)
+
+
+def test_evaluate_measures_a_server_on_the_same_prompts_and_reports_both(bench: Bench) -> None:
+    with FakeVllm(model="tiny").running() as fake:
+        outcome = bench.run({"gsm8k": lines("one", "x" * 37)}, settings=(GREEDY,), url=fake.url, serving=SERVING)
+    sent = sorted("".join(map(chr, ids)) for body in fake.bodies for ids in body["prompt"])
+    assert sent == ["one", "question?", "question?", "question?"]  # not the one that is too long
+    found = bench.report["serving"]
+    assert (found["difference"], found["num_texts"], found["num_equal_texts"], found["engine"]) == (0.0, 4, 4, "vllm 0.0")
+    assert found["served"] == found["offline"]
+    assert outcome.metrics["serving/served_accepted_length"] == outcome.metrics["serving/offline_accepted_length"] == 2.0
+    assert len(from_parquet(bench.out.read("serving.parquet"))) == 4
+    assert "serving.parquet" in outcome.files
+    assert bench.report["settings"]["t0-greedy"]["test"]["all"]["num_rounds"] == 3  # the server's prompts count once
+
+
+def test_evaluate_above_the_tolerance_fails_with_its_report_written_and_asks_the_server_again(bench: Bench) -> None:
+    with FakeVllm(model="tiny", num_accepted=2, text=(1, 3)).running() as fake:
+        message = r"stage.evaluate.serving.tolerance: 0.05: .*accepts 6 tokens of 3 drafts, .*3 tokens of 3 drafts.*\+100.0%; 0 of 3 .*Fix:"
+        with pytest.raises(ValueError, match=message):
+            bench.run({}, settings=(GREEDY,), url=fake.url, serving=SERVING)
+        assert bench.report["serving"]["difference"] == 1.0
+        assert bench.report["settings"]["t0-greedy"]["test"]["all"]["num_rounds"] == 3
+        fake.num_accepted, fake.text = 1, (1, 2)
+        outcome = bench.run({}, settings=(GREEDY,), url=fake.url, serving=SERVING)
+    assert bench.decoder is not None
+    assert len(bench.decoder.decoded) == 3  # beside the server; the report's rounds were there
+    assert bench.report["serving"]["is_within_tolerance"]
+    assert outcome.metrics["serving/num_equal_texts"] == 3.0
+
+
+def test_evaluate_refuses_another_server_before_anything_is_decoded(bench: Bench) -> None:
+    with FakeVllm(model="another").running() as fake, pytest.raises(ValueError, match="must serve tiny"):
+        bench.run({}, url=fake.url, serving=SERVING)
+    assert bench.decoder is not None
+    assert bench.decoder.decoded == []
+
+
+def test_server_is_part_of_the_fingerprint_only_where_it_is_measured_and_its_place_never() -> None:
+    def folder_of(*overrides: str) -> str:
+        steps = flow.build(compose(["experiment=tiny", *overrides])[0])
+        return next(step.folder for step in steps if step.name == "evaluate")
+
+    measured = "stage.evaluate.engine=vllm"
+    assert folder_of() == folder_of("stage.evaluate.serving.tolerance=0.1") != folder_of(measured)
+    assert (
+        folder_of(measured)
+        == folder_of(measured, "cluster.serving_url=http://x:8000")
+        != folder_of(measured, "stage.evaluate.serving.tolerance=0.1")
+    )
+
+
 # --- benchmarks -----------------------------------------------------------------------------------------------------
 
 PROBLEM = "Find \\frac{1}{2} of {x}."
@@ -240,6 +305,28 @@ def test_hub_row_with_an_input_shows_it_and_one_without_text_is_set_aside() -> N
     assert from_hub("mt-bench", {"prompt": ["x", ""]}) == ["every turn must be a text that is not blank"]
 
 
+def test_evaluate_resumed_loads_a_benchmark_of_the_hub_at_the_commit_that_it_began_with(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub, loaded = {"main": "1111111"}, []
+    rows = {"1111111": ["old 1", "old 2", "old 3", "old 4", "old 5"], "2222222": ["new"]}
+
+    def load(benchmark: Any, commit: str) -> list[dict[str, Any]]:
+        loaded.append(commit)
+        return [{"instruction": text, "input": ""} for text in rows[commit]]
+
+    monkeypatch.setattr(evaluate, "_commit", lambda benchmark: hub[benchmark.revision])
+    monkeypatch.setattr(evaluate, "_load", load)
+    with pytest.raises(KeyboardInterrupt):
+        bench.run({}, is_dying=True, hub=("alpaca",), settings=(GREEDY,), num_test=0)
+    hub["main"] = "2222222"
+    outcome = bench.run({}, hub=("alpaca",), settings=(GREEDY,), num_test=0)
+    assert loaded == ["1111111", "1111111"]
+    assert bench.report["benchmark_commits"] == {"alpaca": "1111111"}
+    assert bench.report["settings"]["t0-greedy"]["alpaca"]["all"]["num_prompts"] == 5
+    assert "commits.json" in outcome.files
+
+
 @pytest.mark.parametrize("name", sorted(ON_HUB))
 def test_shared_benchmark_is_read_whole(name: str) -> None:
     path = SHARED / "eval" / f"{name}.jsonl"
@@ -279,7 +366,7 @@ def test_report_has_buckets_sweep_and_means_as_counted_by_hand() -> None:
         make_round("gsm8k/x", "math", 2, **logits),
         make_round("mbpp/y", "code", 0, **logits),
     ]
-    report = make_report(rounds, VIEWS, None, [])
+    report = make_report(rounds, VIEWS, [], {}, None, None)
     test = report["settings"]["t0-greedy"]["test"]
     assert sorted(test) == ["all", "chat", "code", "math", "math+code"]
     # 3 + 1 + 2 tokens, and 1 of the round that ends without a bonus.
@@ -299,29 +386,40 @@ def test_report_has_buckets_sweep_and_means_as_counted_by_hand() -> None:
 
 
 def test_report_of_a_drafter_without_confidences_has_no_sweep() -> None:
-    report = make_report([make_round("test/a", "math", 1, confidence_logits=())], VIEWS, None, [])
+    report = make_report([make_round("test/a", "math", 1, confidence_logits=())], VIEWS, [], {}, None, None)
     assert report["settings"]["t0-greedy"]["test"]["all"]["threshold_sweep"] is None
     assert sorted(figures(report)) == ["acceptance.png", "accepted_length.png", "context.png"]
+
+
+def test_report_pools_no_policies_and_sweeps_thresholds_of_whole_blocks_alone() -> None:
+    whole = [make_round("test/a", "math", 2), make_round("test/b", "math", 1)]
+    cut = [replace(r, policy="fixed_1", proposed=1, accepted=1, confidence_logits=r.confidence_logits[:1]) for r in whole]
+    narrow = [replace(r, temperature=1.0, draft_mode="probabilistic", top_p=0.9) for r in whole]
+    settings = make_report([*whole, *cut, *narrow], VIEWS, [], {}, None, None)["settings"]
+    lengths = {name: sources["test"]["all"]["accepted_length"] for name, sources in settings.items()}
+    assert lengths == {"t0-greedy": 2.5, "t0-greedy-fixed_1": 2.0, "t1-probabilistic-top_p0.9": 2.5}
+    assert settings["t0-greedy-fixed_1"]["test"]["all"]["threshold_sweep"] is None
+    assert settings["t0-greedy"]["test"]["all"]["threshold_sweep"]
 
 
 def test_report_resamples_prompts_with_all_their_turns() -> None:
     """A turn of 3 tokens and one of 1: as one prompt they leave nothing to resample."""
     rounds = [make_round(request_id("test", "a", turn), "math", 2 * (turn - 1)) for turn in (1, 2)]
-    summary = make_report(rounds, VIEWS, None, [])["settings"]["t0-greedy"]["test"]["all"]
+    summary = make_report(rounds, VIEWS, [], {}, None, None)["settings"]["t0-greedy"]["test"]["all"]
     assert (summary["accepted_length_interval"], summary["num_prompts"]) == ((2.0, 2.0), 1)
 
 
 def test_report_counts_what_is_set_aside_in_two_settings_once() -> None:
     first = SetAside("gsm8k", 7, "a", 1, "", "prompt too long", "50 tokens")
     later = [SetAside("gsm8k", 8, "b", 2, setting, "prompt too long", "50 tokens") for setting in ("t0-greedy", "t1-probabilistic")]
-    report = make_report([], VIEWS, None, [first, first, *later])
+    report = make_report([], VIEWS, [first, first, *later], {}, None, None)
     assert [item["row"] for item in report["skipped"]] == [7, 8, 8]
     assert report["skipped_by_reason"] == {"prompt too long": 3}
 
 
 def test_figures_of_equal_rounds_are_equal_bytes() -> None:
     rounds = [make_round(f"{source}/{i}", domain, i % 3) for source, domain in (("test", "math"), ("mbpp", "code")) for i in range(6)]
-    one, other = (figures(make_report(rounds, VIEWS, None, [])) for _ in range(2))
+    one, other = (figures(make_report(rounds, VIEWS, [], {}, None, None)) for _ in range(2))
     assert one == other
     assert sorted(one) == ["acceptance.png", "accepted_length.png", "context.png", "thresholds.png"]
     assert all(data.startswith(b"\x89PNG") for data in one.values())

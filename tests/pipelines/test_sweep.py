@@ -24,7 +24,7 @@ def rounds(setting: str, prompt: str, accepted: list[int]) -> list[Round]:
     mode, source = setting.removeprefix("t1-").split("/")
     names = f"{source}/{prompt}", "math", source
     return [
-        Round(*names, i, 1.0, mode, "", "verify_all", 9, 5, (7,) * 4, (0.5,) * 4, (0.5,) * 4, (), 4, n, 8, ended_by_stop=False)
+        Round(*names, i, 1.0, 0, 1.0, mode, "", "verify_all", 9, 5, (7,) * 4, (0.5,) * 4, (0.5,) * 4, (), 4, n, 8, ended_by_stop=False)
         for i, n in enumerate(accepted)
     ]
 
@@ -37,10 +37,11 @@ def runs(tmp_path: Path) -> list:
         written = [
             r for setting, prompts in settings.items() for prompt, accepted in prompts.items() for r in rounds(setting, prompt, accepted)
         ]
-        LocalStorage(str(folder)).put("rounds.parquet", to_parquet(written))
+        LocalStorage(str(folder)).put("rounds-0.parquet", to_parquet(written))
+        LocalStorage(str(folder)).put("serving.parquet", to_parquet(rounds(GREEDY, "a", [4] * 9)))  # of another drafter
         overrides = ["experiment=compare", f"contender={name}", f"stage.train.seed={seed}"]
         trained = {"metrics": {"num_parameters": 1200.0, "select_accepted_length": 1.5 + seed}}
-        evaluated = EvalReport(str(folder), {"files": {"rounds.parquet": "", "report.json": ""}, "metrics": {}})
+        evaluated = EvalReport(str(folder), {"files": {"rounds-0.parquet": "", "serving.parquet": "", "report.json": ""}, "metrics": {}})
         found.append((overrides, {"train": Drafter(str(tmp_path), trained), "evaluate": evaluated}))
     return found
 
@@ -86,6 +87,6 @@ def test_sweep_compares_the_prompts_that_both_decoded(runs: list, tmp_path: Path
     written = rounds(GREEDY, "a", [0]) + rounds(GREEDY, "c", [3])
     for overrides, artifacts in runs:
         if "contender=small" in overrides:
-            LocalStorage(artifacts["evaluate"].uri).put("rounds.parquet", to_parquet(written))
+            LocalStorage(artifacts["evaluate"].uri).put("rounds-0.parquet", to_parquet(written))
     _, rows, _ = sweep.report([runs[0], runs[2]], LocalStorage(str(tmp_path)), COMMAND)
     assert rows[1][4] == "2.500 [-3.000, -3.000]"  # of prompt a alone: 1 against 4
