@@ -185,7 +185,7 @@ def _check(calibrated: Calibrated, new: NewRounds, block_size: int, min_rounds: 
     for r in rounds:
         place = f"rounds: {new.uri}: round {r.round_index} of request {r.request_id}"
         if r.policy == "every_position":
-            raise ValueError(f"{place}: a block of every position, which no decoding visits. Fix: rounds={new.uri.rstrip('/')}/rounds-")
+            raise ValueError(f"{place}: a block of every position, which no decoding visits. Fix: rounds={new.uri.rstrip('/')}/rounds-0-")
         if r.setting != wanted:
             raise ValueError(
                 f"{place}: decoded as {r.setting}, the calibration holds for {wanted} alone. Fix: give the beginning of the names of the files "
