@@ -15,8 +15,9 @@ position k: its ECE is never above that of T_k = 1 after the same T_1 .. T_{k-1}
     before_SK, after_SK = (resample("ece", x, outcome_NK, prompt_N) for x in (before_NK, after_NK))
     estimates(after_SK - before_SK)    # with intervals (dspark/metrics.py)
 
-A position with fewer than `min_rounds` rounds to fit keeps T = 1 and is named in `fallback_positions`. A fit holds for one drafter, draft mode and sampling temperature. A round cut at a stop token counts only where proposed >= k;
-behind that its outcome is NaN and its logits are not read.
+A position with fewer than `min_rounds` rounds to fit keeps T = 1 and is named in `fallback_positions`. A fit holds for one drafter,
+draft mode and sampling temperature. A round cut at a stop token counts only where proposed >= k; behind that its outcome is NaN and
+its logits are not read.
 
 Shapes: N rounds, K block positions, G temperatures of the grid.
 """

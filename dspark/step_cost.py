@@ -60,8 +60,9 @@ def check_timings(timings: Sequence[StepTiming], max_spread: float, min_rank_cor
     """ValueError for timings that no scheduler should trust.
 
     At each context length the steps of the most requests, which weigh most in the engine, must take longer the more they verify:
-    neither flat (`SpsTable.from_timings`) nor below that rank correlation of time with size (about 0 where an engine ignores it). And they must repeat: at most a fifth of all (context,
-    requests, size) may have an interquartile range above `max_spread` times its median.
+    neither flat (`SpsTable.from_timings`) nor below that rank correlation of time with size (about 0 where an engine ignores it).
+    And they must repeat: at most a fifth of all (context, requests, size) may have an interquartile range above `max_spread` times
+    its median.
     """
     most = max((t.num_requests for t in timings), default=0)
     for context_tokens in sorted({t.context_tokens for t in timings}):
