@@ -9,7 +9,7 @@ export EXTRA
 export RAY_USAGE_STATS_ENABLED := 0
 export VLLM_NO_USAGE_STATS := 1
 
-.PHONY: help setup pipeline plan status verify ui test check fix bench bench-cache bench-train bench-fp8 bench-lossless bench-decode bench-serving
+.PHONY: help setup pipeline plan status verify ui test check fix bench bench-cache bench-train bench-fp8 bench-lossless bench-decode bench-live bench-serving
 .DEFAULT_GOAL := help
 
 help: ## print this
@@ -65,6 +65,9 @@ bench-lossless: setup ## show that decoding emits the target's own text (ARGS="t
 
 bench-decode: setup ## measure speed-ups, batches and ragged verification (ARGS="ragged")
 	$(BIN)/python -m tests.bench_decode $(ARGS)
+
+bench-live: setup ## measure the engine under load beside the replay's prediction
+	$(BIN)/python -m tests.bench_live $(ARGS)
 
 bench-serving: setup ## compare acceptance in vLLM with the offline figure
 	$(BIN)/python -m tests.bench_serving $(ARGS)

@@ -17,6 +17,7 @@ from dspark.target import TargetModel, load_head
 from pipelines import flow, runner, targets
 from pipelines.backends.object_store import open_storage
 from pipelines.config import compose
+from pipelines.dag import Artifact
 
 
 @dataclass(frozen=True)
@@ -64,24 +65,25 @@ class Trained:
 
 def held_out() -> HeldOut:
     """Of the default configuration. SystemExit when they are not there."""
-    return _planned()[0]
+    settings, _ = compose([])
+    prompts = planned_artifacts("prompts")["prompts"]
+    return HeldOut(Path(targets.uri(settings.target)), targets.identify(settings.target).weights, prompts.uri)
 
 
 def trained_drafters(folders: Sequence[str] | None = None) -> list[Trained]:
     """Those in these folders; without, that of the default configuration. SystemExit when there is none."""
-    prompts, uri = _planned()
-    if folders is None and uri is None:
-        raise SystemExit('no trained drafter. Fix: make pipeline ARGS="until=train", or --drafter FOLDER')
-    return [Trained(folder, prompts) for folder in folders or [uri or ""]]
+    prompts = held_out()
+    return [Trained(folder, prompts) for folder in folders or [planned_artifacts("train")["train"].uri]]
 
 
-def _planned() -> tuple[HeldOut, str | None]:
+def planned_artifacts(*steps: str) -> dict[str, Artifact]:
+    """What `make pipeline` has made, by step. SystemExit when one is not there."""
     settings, _ = compose([])
     root = open_storage(flow.absolute(settings.cluster.root))
-    planned = {item.step.name: item for item in runner.plan(flow.build(settings), root)}
-    if not planned["prompts"].verdict.is_hit:
-        raise SystemExit('no prompts. Fix: make pipeline ARGS="until=prompts"')
-    uris = {name: f"{root.uri}/{item.step.folder}" for name, item in planned.items()}
-    target = settings.target
-    prompts = HeldOut(Path(targets.uri(target)), targets.identify(target).weights, uris["prompts"])
-    return prompts, uris["train"] if planned["train"].verdict.is_hit else None
+    found = {}
+    for item in runner.plan(flow.build(settings), root):
+        if item.verdict.is_hit and item.verdict.record is not None:
+            found[item.step.name] = item.step.artifact(f"{root.uri}/{item.step.folder}", item.verdict.record)
+    if missing := [step for step in steps if step not in found]:
+        raise SystemExit(f'{missing[0]}: not there. Fix: make pipeline ARGS="until={missing[0]}", or name a drafter with --drafter FOLDER')
+    return found
