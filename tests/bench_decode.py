@@ -11,6 +11,7 @@ All take turns, medians are printed; compare ratios, not seconds. `make bench-de
 import argparse
 import os
 import statistics
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -36,6 +37,7 @@ CPU = torch.device("cpu")
 GOAL = 1.3  # times plain decoding at concurrency 1
 ANY_SPS = SpsTable((1,), (0.0,), (1.0,))  # a fixed length asks for no price
 CONTEXT_TOKENS = 128
+TURN = 2  # prompts a turn, for each that is decoded at once
 VERIFIED_TOKENS = 8  # at most: the anchor and a block of 7
 
 
@@ -64,7 +66,8 @@ def bench_ragged(target: TargetModel, num_requests: int, repeats: int) -> None:
 def bench_speed(
     trained: Sequence[Trained], concurrency: int, num_prompts: int, num_tokens: int, repeats: int, verify: Sequence[int]
 ) -> None:
-    """Greedy decoding of the same prompts with and without each drafter, by turns."""
+    """Greedy decoding of the same prompts with and without each drafter, by turns of a few prompts: the machine changes its pace in
+    between. In brackets the ratio's 95 % bootstrap interval over turns."""
     held_out, dtype = trained[0].held_out, torch.bfloat16
     requests = held_out.requests(num_prompts)
     plain_target = load_target(held_out.target_folder, (0,), dtype, CPU)
@@ -75,28 +78,31 @@ def bench_speed(
             if length <= drafter.block_size:
                 contenders[f"{one.name} verify {length}"] = target, drafter, Verification(f"fixed_{length}", fixed(length, ANY_SPS))
     contenders["prompt lookup"] = plain_target, PromptLookup(4, 2, 4, plain_target.shape.vocab_size), Verification()
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    steps: dict[str, list[StepTimes]] = {}
-    rounds: dict[str, list[Round]] = {}
-    tokens: dict[str, int] = {}
-    for _ in range(repeats):
+    seconds, tokens = defaultdict(list[float]), defaultdict(int)
+    steps, rounds = defaultdict(list[StepTimes]), defaultdict(list[Round])
+    turns = [requests[i : i + TURN * concurrency] for i in range(0, len(requests), TURN * concurrency)]
+    for number in range(-1, repeats * len(turns)):  # the first is a warm-up
         for name, (target, drafter, verification) in contenders.items():
             config = DecodingConfig(Sampling("greedy", 0.0), num_tokens, held_out.stop_ids, concurrency, 0, verification=verification)
-            list(decode(target, drafter, requests[:1], config))  # warm
-            steps[name] = []
+            if number < 0:
+                list(decode(target, drafter, requests[:1], config))
+                continue
             started = time.perf_counter()
-            done = list(decode(target, drafter, requests, config, steps[name].append))
+            done = list(decode(target, drafter, turns[number % len(turns)], config, steps[name].append))
             seconds[name].append(time.perf_counter() - started)
-            tokens[name], rounds[name] = sum(len(c.token_ids) for c in done), [r for c in done for r in c.rounds]
-    plain, step_ms = tokens["plain"] / statistics.median(seconds["plain"]), dict[str, float]()
+            tokens[name] += sum(len(c.token_ids) for c in done)
+            rounds[name] += [r for c in done for r in c.rounds]
+        print(f"turn {number + 1} of {repeats * len(turns)}", file=sys.stderr, flush=True)
+    step_ms = dict[str, float]()
     for name in contenders:
-        speed = tokens[name] / statistics.median(seconds[name])
+        speed = tokens[name] / sum(seconds[name])
+        low, high = bootstrap_interval(seconds["plain"], seconds[name])
         draft, verified = (1000 * statistics.median(getattr(s, part) for s in steps[name]) for part in ("draft_seconds", "verify_seconds"))
         emitted = sum(s.num_emitted for s in steps[name]) / sum(s.num_requests for s in steps[name])
         step_ms[name] = draft + verified
         needed = GOAL * step_ms[name] / step_ms["plain"]
         print(
-            f"speed    concurrency {concurrency:2d}  {name:40s} {speed:7.1f} tokens/s = {speed / plain:.2f}   step {draft:5.1f} + {verified:5.1f} ms"
+            f"speed    concurrency {concurrency:2d}  {name:40s} {speed:7.1f} tokens/s = {speed * sum(seconds['plain']) / tokens['plain']:.2f} [{low:.2f}, {high:.2f}]   step {draft:5.1f} + {verified:5.1f} ms"
             f"   tokens a round {emitted:.2f} (for {GOAL} times plain: {needed:.2f}){_over_time(rounds[name])}",
             flush=True,
         )
