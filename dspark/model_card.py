@@ -70,7 +70,7 @@ Keep the method explicit: without it vLLM guesses it from words in the folder's 
 
 Sequential Temperature Scaling on {calibration.num_rounds:,} rounds; confidence k is sigmoid(logit / temperature k).
 
-| position | temperature | ECE of the survival before | after |
+| position | temperature | ECE of the survival before, on the rounds of the fit | after |
 |---|---|---|---|
 {chr(10).join(f"| {k} | {t:.3g} | {before:.4f} | {after:.4f} |" for k, (t, before, after) in enumerate(fitted, 1))}
 

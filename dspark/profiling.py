@@ -19,7 +19,7 @@ from dspark.step import Step
 from dspark.step_cost import StepTiming, even_lengths
 from dspark.target import KeyValueCache, TargetModel, TargetStates
 
-GROWTH_TOKENS = 32  # contexts get longer by no more, then decoding begins anew
+GROWTH_TOKENS = 32  # contexts get longer by so much, then decoding begins anew
 
 
 def timed_steps(
@@ -31,31 +31,34 @@ def timed_steps(
     """
     prompt = tuple(np.random.default_rng(seed).integers(target.shape.vocab_size, size=context_tokens).tolist())
     requests = [Request(str(i), prompt) for i in range(num_requests)]
-    script = _Script(context_tokens, sizes)
+    script = _Script(context_tokens, num_requests, sizes)
     verification = Verification("script", script.choose)
-    config = DecodingConfig(Sampling("greedy", 0.0), GROWTH_TOKENS, (), num_requests, seed, verification=verification)
+    growth = max(GROWTH_TOKENS, 4 * (drafter.block_size + 1))  # a few steps, even where every draft is accepted
+    config = DecodingConfig(Sampling("greedy", 0.0), growth, (), num_requests, seed, verification=verification)
     while len(script.timings) < len(sizes):
         script.ended_at = None
-        with contextlib.suppress(_AllMeasuredError):
+        with contextlib.suppress(_EndError):
             list(decode(_OnePrompt(target), drafter, requests, config, script.on_step))
     return script.timings
 
 
-class _AllMeasuredError(Exception):
-    """The one way to end a decoding before its texts do."""
+class _EndError(Exception):
+    """Ends a decoding before its texts do: all is measured, or a request whose drafts were accepted has ended before the others."""
 
 
 class _Script:
     """Hands out lengths, and keeps what their steps took."""
 
-    def __init__(self, context_tokens: int, sizes: Sequence[int]) -> None:
-        self._context_tokens, self._sizes = context_tokens, sizes
+    def __init__(self, context_tokens: int, num_requests: int, sizes: Sequence[int]) -> None:
+        self._context_tokens, self._num_requests, self._sizes = context_tokens, num_requests, sizes
         self.timings: list[StepTiming] = []
         self.ended_at: float | None = None  # of the step before
 
     def choose(self, confidence_RK: np.ndarray) -> Admission:
+        if len(confidence_RK) < self._num_requests:
+            raise _EndError
         batch_tokens = self._sizes[len(self.timings)]
-        return Admission(even_lengths(batch_tokens, len(confidence_RK)), 0.0, batch_tokens)
+        return Admission(even_lengths(batch_tokens, self._num_requests), 0.0, batch_tokens)
 
     def on_step(self, times: StepTimes) -> None:
         now, size = time.perf_counter(), self._sizes[len(self.timings)]
@@ -68,7 +71,7 @@ class _Script:
             parts = times.draft_seconds, times.verify_seconds, overhead_seconds
             self.timings.append(StepTiming(self._context_tokens, times.num_requests, times.batch_tokens, *parts))
         if len(self.timings) == len(self._sizes):
-            raise _AllMeasuredError
+            raise _EndError
         self.ended_at = time.perf_counter()
 
 

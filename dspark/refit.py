@@ -20,7 +20,7 @@ from dspark.losses import target_probs
 
 RIDGE = 0.003  # times the number of rows
 NUM_NEWTON_STEPS = 12
-CHUNK_ROWS = 256
+CHUNK_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -31,39 +31,51 @@ class Refit:
     bce_before: float
     bce_after: float
 
+    @property
+    def is_better(self) -> bool:
+        return self.bce_after < self.bce_before
+
 
 @torch.no_grad()
 def refit_confidence(drafter: DFlash, batches: Iterable[TrainingBatch]) -> Refit:
-    """Fits the confidence head, in place. ValueError with fewer than 2 rows that count."""
+    """Fits the confidence head, in place; it stays as it was where the fit is no better. ValueError with fewer than 4 rows that count."""
     head = drafter.confidence_head
     assert head is not None
     parts = [_rows(drafter, batch) for batch in batches]
-    feature_MF, accept_M = (torch.cat(columns).double() for columns in zip(*parts, strict=True))
-    if len(accept_M) < 2:
+    feature_MF, accept_M = (torch.cat(columns) for columns in zip(*parts, strict=True))
+    if len(accept_M) < 4:
         raise ValueError(
-            f"stage.train.refit_confidence: {len(accept_M)} rows of the select split count, 2 are the least. "
+            f"stage.train.refit_confidence: {len(accept_M)} rows of the select split count, 4 are the least. "
             "Fix: more prompts in that split (stage.prompts.limits.select), or stage.train.refit_confidence=false"
         )
-    before = _bce(feature_MF @ head.proj.weight[0].double() + head.proj.bias.double(), accept_M)
-    half = torch.arange(len(accept_M)) < len(accept_M) // 2
-    crossed = torch.cat([_logits(feature_MF[~part], fit_logistic(feature_MF[part], accept_M[part])) for part in (~half, half)])
-    weight_F, bias = fit_logistic(feature_MF, accept_M)
-    head.proj.weight.copy_(weight_F[None])
-    head.proj.bias.fill_(bias)
-    return Refit(len(accept_M), before, _bce(crossed, accept_M))
+    accept_M = accept_M.double()
+    before = _bce(_logits(feature_MF, head.proj.weight[0].double(), float(head.proj.bias)), accept_M)
+    half = len(accept_M) // 2
+    halves = slice(None, half), slice(half, None)
+    crossed = [_logits(feature_MF[other], *fit_logistic(feature_MF[part], accept_M[part])) for other, part in (halves, halves[::-1])]
+    found = Refit(len(accept_M), before, _bce(torch.cat(crossed), accept_M))
+    if found.is_better:
+        weight_F, bias = fit_logistic(feature_MF, accept_M)
+        head.proj.weight.copy_(weight_F[None])
+        head.proj.bias.fill_(bias)
+    return found
 
 
 def fit_logistic(feature_MF: Tensor, label_M: Tensor) -> tuple[Tensor, float]:
-    """Weights [F] and bias of the logistic regression of labels in 0 .. 1, fp64."""
-    mean_F, std_F = feature_MF.mean(0), feature_MF.std(0).clamp_min(1e-6)
-    x_MF = torch.cat([(feature_MF - mean_F) / std_F, torch.ones_like(label_M)[:, None]], dim=1)
-    ridge_F = torch.full_like(x_MF[0], RIDGE * len(label_M))
+    """Weights [F] and bias of the logistic regression of labels in 0 .. 1, fp64; a few rows at a time are fp64, too."""
+    mean_F = feature_MF.mean(0, dtype=torch.float64)
+    variance_F = sum(((part.double() - mean_F).square().sum(0) for part in feature_MF.split(CHUNK_ROWS)), torch.zeros_like(mean_F))
+    std_F = (variance_F / len(feature_MF)).sqrt().clamp_min(1e-6)
+    ridge_F = torch.full((len(std_F) + 1,), RIDGE * len(label_M), dtype=torch.float64, device=std_F.device)
     ridge_F[-1] = 0.0
     weight_F = torch.zeros_like(ridge_F)
     for _ in range(NUM_NEWTON_STEPS):
-        p_M = (x_MF @ weight_F).sigmoid()
-        gradient_F = x_MF.T @ (p_M - label_M) + ridge_F * weight_F
-        curvature_FF = (x_MF * (p_M * (1.0 - p_M)).clamp_min(1e-6)[:, None]).T @ x_MF + ridge_F.diag()
+        gradient_F, curvature_FF = ridge_F * weight_F, ridge_F.diag()
+        for part_CF, label_C in zip(feature_MF.split(CHUNK_ROWS), label_M.split(CHUNK_ROWS), strict=True):
+            x_CF = torch.cat([(part_CF.double() - mean_F) / std_F, torch.ones_like(label_C)[:, None]], dim=1)
+            p_C = (x_CF @ weight_F).sigmoid()
+            gradient_F = gradient_F + x_CF.T @ (p_C - label_C)
+            curvature_FF = curvature_FF + (x_CF * (p_C * (1.0 - p_C)).clamp_min(1e-6)[:, None]).T @ x_CF
         weight_F = weight_F - torch.linalg.solve(curvature_FF, gradient_F)
     weight_F, bias = weight_F[:-1] / std_F, weight_F[-1]
     return weight_F, float(bias - mean_F @ weight_F)
@@ -86,8 +98,8 @@ def _rows(drafter: DFlash, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
     return found[0][valid], torch.cat(accept) if accept else hidden_MD.new_zeros(0)
 
 
-def _logits(feature_MF: Tensor, head: tuple[Tensor, float]) -> Tensor:
-    return feature_MF @ head[0] + head[1]
+def _logits(feature_MF: Tensor, weight_F: Tensor, bias: float) -> Tensor:
+    return torch.cat([part.double() @ weight_F + bias for part in feature_MF.split(CHUNK_ROWS)])
 
 
 def _bce(logit_M: Tensor, label_M: Tensor) -> float:

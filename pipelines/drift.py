@@ -70,7 +70,12 @@ def read_calibrated(uri: str, block_size: int | None) -> Calibrated:
         raise ValueError(
             f"release: {uri} holds no {artifacts.Calibration.CALIBRATION} with a {artifacts.Calibration.REPORT}. Fix: release=<folder of a release>"
         ) from None
-    found = Calibration.from_json(data, block_size or len(json.loads(data)["temperatures"]))
+    try:
+        found = Calibration.from_json(data, block_size or len(json.loads(data)["temperatures"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"release: {uri}/{artifacts.Calibration.CALIBRATION}: {error!r}: no calibration. Fix: fetch the release again"
+        ) from error
     report = report.get("calibration", report)  # a release's report has a part for each step
     if report.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(
@@ -103,7 +108,7 @@ def read_rounds(uri: str) -> NewRounds:
 
 def run(calibrated: Calibrated, new: NewRounds, stage: CalibrateStage, root: Storage) -> tuple[dict[str, Any], str]:
     """The report, and the place where it and the refit were written."""
-    K = len(calibrated.calibration.temperatures_K)
+    K, num_bins = len(calibrated.calibration.temperatures_K), calibrated.calibration.num_bins  # more bins, more ECE
     _check(calibrated, new, K, stage.min_rounds)
     rounds = new.rounds
     logits_NK = calibration.pad([r.confidence_logits for r in rounds], K)
@@ -114,7 +119,7 @@ def run(calibrated: Calibrated, new: NewRounds, stage: CalibrateStage, root: Sto
 
     def fit(is_used_N: Any, min_rounds: int) -> Calibration:
         columns = logits_NK[is_used_N], accepted_N[is_used_N]
-        return calibration.fit(*columns, proposed_N=proposed_N[is_used_N], num_bins=stage.num_bins, min_rounds=min_rounds)
+        return calibration.fit(*columns, proposed_N=proposed_N[is_used_N], num_bins=num_bins, min_rounds=min_rounds)
 
     everywhere = np.ones(len(rounds), dtype=bool)
     refit = fit(everywhere, stage.min_rounds)
@@ -128,7 +133,7 @@ def run(calibrated: Calibrated, new: NewRounds, stage: CalibrateStage, root: Sto
         """The ECE [1 + S, K], of the rounds themselves first; a single request has no resamples."""
         num_resamples = stage.num_resamples if len(np.unique(request_N[is_in_N])) > 1 else 0
         columns = survival_NK[is_in_N], outcome_NK[is_in_N], request_N[is_in_N]
-        return resample("ece", *columns, num_bins=stage.num_bins, num_resamples=num_resamples)
+        return resample("ece", *columns, num_bins=num_bins, num_resamples=num_resamples)
 
     change = estimates(resampled(held_out_NK, everywhere) - resampled(released_NK, everywhere))
     now = {}
@@ -137,10 +142,12 @@ def run(calibrated: Calibrated, new: NewRounds, stage: CalibrateStage, root: Sto
         found = estimates(resampled(released_NK, is_in_N), is_ece=True)
         counts = {"num_rounds": int(is_in_N.sum()), "num_requests": len(set(request_N[is_in_N].tolist()))}
         now[domain] = {**counts, **asdict(found)}
+    is_known_K = np.array([ece is not None for ece in calibrated.reference_K])
     reference = float(np.mean([ece for ece in calibrated.reference_K if ece is not None]))
-    reasons = _reasons(reference, now["all"]["mean"], asdict(change.mean))
+    comparable = estimates(resampled(released_NK, everywhere)[:, is_known_K], is_ece=True).mean
+    reasons = _reasons(reference, asdict(comparable), asdict(change.mean))
     qualities = {
-        name: [asdict(q) for q in calibration.quality(survival_NK, outcome_NK, stage.num_bins)]
+        name: [asdict(q) for q in calibration.quality(survival_NK, outcome_NK, num_bins)]
         for name, survival_NK in (("released", released_NK), ("refitted", refit.survival(logits_NK)))
     }
     report = {
@@ -161,7 +168,7 @@ def run(calibrated: Calibrated, new: NewRounds, stage: CalibrateStage, root: Sto
             "reliability": "refitted: on the rounds of the fit",
         },
     }
-    parts = [calibrated.sha256, sorted(new.files.items()), stage.num_bins, stage.min_rounds, stage.num_resamples]
+    parts = [calibrated.sha256, sorted(new.files.items()), stage.min_rounds, stage.num_resamples]
     folder = f"{FOLDER}/{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:8]}"
     root.put(f"{folder}/{artifacts.Calibration.CALIBRATION}", refit.to_json().encode())
     root.put(f"{folder}/{FIGURE}", reliability_figure(qualities, refit.temperatures_K))

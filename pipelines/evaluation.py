@@ -36,7 +36,7 @@ DEFINITIONS = {
     "cut before its accepted stop token emits a bonus again; a stored round ends at its stop token, so tokens verified behind it do not "
     "count. An estimate over the anchors that this pass visited: decoding with the threshold would go on at other anchors after a cut. "
     "null without a confidence head, and where not all was verified",
-    "serving": "a vLLM server's own counts on the prompts of this evaluation, first turns, greedy, beside decoding them here with the same "
+    "serving": "a vLLM server's own counts (url: null for one of the step's own; another one is asked with rebuild=[evaluate]) on the prompts of this evaluation, first turns, greedy, beside decoding them here with the same "
     "drafter: drafts are rounds in which something was proposed, accepted_length is accepted / drafts + 1, prefix_survival by draft, "
     "difference of accepted / drafts, served over offline - 1. vLLM counts tokens accepted behind a stop token, too",
     "benchmark_means": "unweighted mean over benchmarks of their accepted lengths, as in the paper; the test split is none",

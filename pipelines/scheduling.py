@@ -68,7 +68,9 @@ DEFINITIONS = {
     "early_stop": "Algorithm 1 against the global search on the same current confidences, which is not lossless; loss: 1 - their ratio. "
     "padded: each step takes as long as the next larger measured size, as with CUDA graphs",
     "options": "the same policy with another setting, over its default",
-    "checks": "value against bound. is_unimodal: with R requests of mean survivals Theta has one peak, so that an early stop finds it",
+    "served": "what is recommended: the asynchronous scheduler that leaves out a draft pass that does not pay. Engines of today draft in every "
+    "step, as scheduler and scheduler_async do here",
+    "checks": "value against bound. Schedulers that may leave out the draft pass over every static policy, others over those that draft. is_unimodal: with R requests of mean survivals Theta has one peak, so that an early stop finds it",
 }
 
 
@@ -92,9 +94,10 @@ def _throughput(rows: Sequence[Row], policy: str, confidences: str | None) -> fl
     return next(r["throughput_tokens_per_second"] for r in rows if (r["policy"], r["confidences"]) == (policy, confidences))
 
 
-def _best_static(rows: Sequence[Row]) -> tuple[str, float]:
-    """The fastest policy that does not schedule, thresholds on calibrated confidences among them."""
-    static = [r for r in rows if r["confidences"] in (None, CALIBRATED) and not r["policy"].startswith(("scheduler", "oracle"))]
+def _best_static(rows: Sequence[Row], *, is_drafting: bool = False) -> tuple[str, float]:
+    """The fastest policy that does not schedule, thresholds on calibrated confidences among them; or the fastest that drafts."""
+    others = ("scheduler", "oracle", *["none"] * is_drafting)
+    static = [r for r in rows if r["confidences"] in (None, CALIBRATED) and not r["policy"].startswith(others)]
     best = max(static, key=lambda r: r["throughput_tokens_per_second"])
     return best["policy"], best["throughput_tokens_per_second"]
 
@@ -224,19 +227,13 @@ def _checks(parts: Mapping[str, Sequence[Row]]) -> list[dict[str, Any]]:
     budget = None
     for num_requests in dict.fromkeys(r["num_requests"] for r in parts["rows"]):
         rows = [r for r in parts["rows"] if r["num_requests"] == num_requests]
-        static, throughput = _best_static(rows)
-        served, alone = (_throughput(rows, name, CALIBRATED) / throughput for name in (SERVED, "scheduler_or_none"))
-        check("async_over_best_static", num_requests, served, LEAST_RATIO, served >= LEAST_RATIO, best_static=static)
-        is_unimodal = unimodal[num_requests]
-        check(
-            "scheduler_over_best_static",
-            num_requests,
-            alone,
-            LEAST_RATIO,
-            alone >= LEAST_RATIO,
-            best_static=static,
-            is_unimodal=is_unimodal,
-        )
+        for policy in (SERVED, "scheduler_or_none", "scheduler_async", "scheduler"):
+            static, throughput = _best_static(rows, is_drafting=policy in ("scheduler_async", "scheduler"))
+            value = _throughput(rows, policy, CALIBRATED) / throughput
+            is_unimodal = unimodal[num_requests]
+            check(
+                f"{policy}_over_static", num_requests, value, LEAST_RATIO, value >= LEAST_RATIO, best_static=static, is_unimodal=is_unimodal
+            )
         others = max(r["throughput_tokens_per_second"] for r in rows if r["policy"] != "oracle" and r["confidences"] != "oracle")
         best = _throughput(rows, "oracle", None) / others
         check("oracle_over_every_policy", num_requests, best, LEAST_RATIO, best >= LEAST_RATIO)
@@ -248,11 +245,11 @@ def _checks(parts: Mapping[str, Sequence[Row]]) -> list[dict[str, Any]]:
 
 def headline(report: Mapping[str, Any]) -> dict[str, float]:
     """The checks, what calibration gains and what the oracle would; then, by concurrency, what to serve and the throughput of every policy."""
-    ratios = [check["value"] for check in report["checks"] if check["name"] == "async_over_best_static"]
+    ratios = [check["value"] for check in report["checks"] if check["name"] == f"{SERVED}_over_static"]
     gains = [r["over_raw"]["estimate"] for r in report["calibration"] if (r["policy"], r["confidences"]) == ("scheduler_async", CALIBRATED)]
     metrics = {
         "checks_failed": float(sum(not check["is_ok"] for check in report["checks"])),
-        "least_async_over_static": min(ratios),
+        "least_served_over_static": min(ratios),
         "least_calibrated_over_raw": min(gains),
         "most_calibrated_over_raw": max(gains),
     }
@@ -283,6 +280,7 @@ _STYLES: Mapping[str, Mapping[str, Any]] = {
 
 def figures(report: Mapping[str, Any]) -> dict[str, bytes]:
     lines = {name: [r for r in report["rows"] if r["policy"] == name and r["confidences"] in (None, CALIBRATED)] for name in _STYLES}
+    lines = {name: rows for name, rows in lines.items() if rows}  # a short block has no fixed_3
     drawn = _figure_pareto(lines), _figure_budget(lines), _figure_calibration(report["calibration"])
     return dict(zip(FIGURES, drawn, strict=True))
 

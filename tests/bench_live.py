@@ -11,9 +11,10 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -88,6 +89,19 @@ def load(target: TargetModel, drafter: BlockDrafter | None, requests: Sequence[R
     return found
 
 
+def prediction(report: Mapping[str, Any], num_requests: int, policy: str) -> Mapping[str, Any]:
+    """The replay's row, of requests without history counted as 1.0 as the engine does it. SystemExit when it was not replayed."""
+    rows = [
+        r for r in report["rows"] if (r["num_requests"], r["policy"]) == (num_requests, policy) and r["confidences"] in (None, CALIBRATED)
+    ]
+    if not rows:
+        raise SystemExit(f"--concurrency {num_requests}: not replayed. Fix: one of stage.schedule.concurrencies")
+    ratio = next(
+        (o["over_default"] for o in report["options"] if (o["num_requests"], o["policy"], o.get("new_requests")) == (num_requests, policy, "one")), 1.0
+    )  # fmt: skip
+    return {**rows[0], "throughput_tokens_per_second": rows[0]["throughput_tokens_per_second"] * ratio}
+
+
 def figure(rows: Sequence[tuple[int, str, float, float]]) -> bytes:
     from matplotlib.figure import Figure
 
@@ -125,11 +139,7 @@ def main() -> None:
         known = trained.held_out.requests(10**6, ())
         requests = [replace(known[i % len(known)], id=str(i)) for i in range(num_prompts)]
         for policy in arguments.policies:
-            predicted = next(
-                row
-                for row in report["rows"]
-                if (row["num_requests"], row["policy"]) == (num_requests, policy) and row["confidences"] in (None, CALIBRATED)
-            )
+            predicted = prediction(report, num_requests, policy)
             sps = profile.at(predicted["mean_context_tokens"], num_requests).table(num_requests)
             config = DecodingConfig(
                 Sampling("greedy", 0.0), arguments.new_tokens, trained.held_out.stop_ids, num_requests, 0,

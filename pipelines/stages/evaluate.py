@@ -93,7 +93,9 @@ def run(config: EvaluateConfig, inputs: Mapping[str, Artifact], out: Storage, wo
     receipts = {u.name: json.loads(out.read(f"{u.name}.json")) for u in units if out.exists(f"{u.name}.json")}
     total, done = sum(len(u.prompts) for u in units), sum(len(u.prompts) for u in units if u.name in receipts)
     work.report(Progress(done, total, "prompts"))
-    if stage.serving and work.resources.serving_url is not None:  # a wrong one is refused before anything is decoded
+    if (
+        stage.serving and work.resources.serving_url is not None and SERVING not in receipts
+    ):  # a wrong one is refused before anything is decoded
         Server(work.resources.serving_url, config.target.name, stage.serving.num_speculative_tokens)
     decoder = DecoderSettings.of(config, stage, work.resources.target_uri, inputs["drafter"].uri)
     place = work.resources.serving_url
@@ -292,7 +294,7 @@ class Evaluator:
             version = server.version
         num_equal = sum(c.token_ids == text for c, text in zip(completions, texts, strict=True))
         found = compare(serving, served, offline, num_equal, len(texts))
-        return {"engine": f"vllm {version}", **found}, sum(len(c.token_ids) for c in completions)
+        return {"engine": f"vllm {version}", "url": self._settings.serving_url, **found}, sum(len(c.token_ids) for c in completions)
 
     @contextmanager
     def _served(self, serving: ServingStage, max_length_tokens: int) -> Iterator[str]:

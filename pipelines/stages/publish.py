@@ -71,7 +71,7 @@ def _table(costs: "StepProfile", context_tokens: float, block_size: int) -> "Sps
     from dspark.scheduler import SpsTable
 
     sizes = sorted({size for curve in costs.curves for size in curve.batch_tokens})
-    steps = [costs.at(context_tokens, -(-size // (block_size + 1))) for size in sizes]
+    steps = [costs.at(context_tokens, max(-(-size // (block_size + 1)), costs.num_requests[0])) for size in sizes]
     verify_seconds = [float(np.interp(size, step.batch_tokens, step.verify_seconds)) for size, step in zip(sizes, steps, strict=True)]
     return SpsTable(tuple(sizes), tuple(step.draft_seconds[0] for step in steps), tuple(verify_seconds))
 

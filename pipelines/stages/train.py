@@ -146,7 +146,8 @@ def _refit_confidence(drafter: "Drafter", weights: dict[str, Any], data: "Traini
     batches = select_batches(data, train, settings.resources.micro_batch_sequences)
     found = refit_confidence(whole, (batch.to(device, dtype) for batch in batches))
     weights |= {name: tensor for name, tensor in whole.state_dict().items() if name.startswith("confidence_head.")}
-    return {"confidence_bce_before_refit": found.bce_before, "confidence_bce_after_refit": found.bce_after}
+    is_refitted = {"confidence_is_refitted": float(found.is_better)}
+    return {**is_refitted, "confidence_bce_before_refit": found.bce_before, "confidence_bce_after_refit": found.bce_after}
 
 
 def stored_data(settings: Settings) -> "TrainingData":

@@ -13,6 +13,7 @@ from dspark.profiling import GROWTH_TOKENS, timed_steps
 from dspark.sampling import Sampling
 from dspark.step import Step
 from dspark.target import KeyValueCache, TransformersTarget, load_head
+from dspark.untrained import DraftModel
 
 K, CONTEXT_TOKENS = 4, 20
 
@@ -53,6 +54,13 @@ def test_timed_steps_are_those_that_the_engine_ran(target, drafter, num_requests
     assert len(prompts) > 1
     assert len(rounds) == len(sizes) + len(prompts)  # the first of each decoding is not counted
     assert all(num == num_requests and CONTEXT_TOKENS <= start <= CONTEXT_TOKENS + GROWTH_TOKENS for num, _, start in rounds)
+
+
+def test_timed_steps_begin_anew_when_accepted_drafts_end_a_request_before_the_others(target):
+    perfect = DraftModel(target, K, 64)
+    sizes = [4, 20, 6, 12] * 5
+    timings = timed_steps(target, perfect, CONTEXT_TOKENS, 4, sizes, seed=0)
+    assert [(t.num_requests, t.batch_tokens) for t in timings] == [(4, size) for size in sizes]
 
 
 def test_copied_prompt_leaves_what_computing_each_leaves(target):

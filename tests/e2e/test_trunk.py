@@ -81,8 +81,10 @@ def test_trunk_local_run_makes_every_artifact_with_its_record(finished: Path) ->
     assert {(row["policy"], row["confidences"]) for row in scheduled["calibration"]} >= {("scheduler_async", kind) for kind in kinds}
     assert all(len(row["throughput_tokens_per_second_by_k"]) == 5 for row in scheduled["static"])
     assert {check["name"] for check in scheduled["checks"]} == {
-        "async_over_best_static",
-        "scheduler_over_best_static",
+        "scheduler_async_or_none_over_static",
+        "scheduler_or_none_over_static",
+        "scheduler_async_over_static",
+        "scheduler_over_static",
         "oracle_over_every_policy",
         "budget_rise",
     }

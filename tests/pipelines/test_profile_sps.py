@@ -108,6 +108,6 @@ def test_steps_of_vllm_verify_as_many_tokens_as_asked_for():
     targets.ensure_made(settings.target)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", VERIFIER, targets.uri(settings.target)]
-    done = subprocess.run(command, cwd=PROJECT_ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, cwd=PROJECT_ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "refused: vLLM verified 2 tokens where 10 of 2 requests were asked for" in done.stdout

@@ -70,14 +70,17 @@ def test_report_checks_are_ratios_of_its_rows(report: dict) -> None:
     found = {(r["policy"], r["confidences"], r["num_requests"]): r["throughput_tokens_per_second"] for r in report["rows"]}
     checks = {(c["name"], c["num_requests"]): c for c in report["checks"]}
     for num_requests in CONCURRENCIES:
-        check = checks["async_over_best_static", num_requests]
+        check = checks[f"{SERVED}_over_static", num_requests]
         static = ["none", *(f"fixed_{k}" for k in range(1, 5)), "verify_all", "threshold_0.5"]
         best = max(found[name, CALIBRATED if "threshold" in name else None, num_requests] for name in static)
         assert check["value"] == pytest.approx(found[SERVED, CALIBRATED, num_requests] / best, rel=1e-12)
         assert check["is_ok"] == (check["value"] >= check["bound"] == 0.99)
+        drafting = max(found[name, CALIBRATED if "threshold" in name else None, num_requests] for name in static[1:])
+        plain = checks["scheduler_async_over_static", num_requests]["value"]
+        assert plain == pytest.approx(found["scheduler_async", CALIBRATED, num_requests] / drafting, rel=1e-12)
         gap = next(r["gap"] for r in report["oracle"] if r["num_requests"] == num_requests)
         assert gap == pytest.approx(found["oracle", None, num_requests] / found[SERVED, CALIBRATED, num_requests] - 1, rel=1e-12)
-    assert checks["async_over_best_static", 16]["is_ok"]
+    assert checks[f"{SERVED}_over_static", 16]["is_ok"]
     assert headline(report)["checks_failed"] == sum(not c["is_ok"] for c in report["checks"])
 
 
@@ -91,3 +94,5 @@ def test_report_has_its_figures(report: dict) -> None:
     assert tuple(drawn) == FIGURES
     assert all(data.startswith(b"\x89PNG") for data in drawn.values())
     assert drawn == figures(report)
+    short = {**report, "rows": [r for r in report["rows"] if r["policy"] != "fixed_3"]}  # blocks of 1 or 2
+    assert tuple(figures(short)) == FIGURES

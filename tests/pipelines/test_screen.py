@@ -176,7 +176,7 @@ def test_schedule_shows_a_line_a_concurrency_and_the_checks_that_failed(plain: R
         "calibration": [{**keys, "num_requests": n, "over_raw": {"estimate": 1.02, "low": 0.99, "high": 1.05}} for n in (1, 8)],
         "checks": [
             {"name": "budget_rise", "num_requests": 8, "value": -1.5, "bound": 0.1, "is_ok": True},
-            {"name": "async_over_best_static", "num_requests": 8, "value": 0.9511, "bound": 0.99, "is_ok": False},
+            {"name": "scheduler_async_over_static", "num_requests": 8, "value": 0.9511, "bound": 0.99, "is_ok": False},
         ],
     }
     plain.schedule(report)
@@ -185,7 +185,7 @@ def test_schedule_shows_a_line_a_concurrency_and_the_checks_that_failed(plain: R
         ["1", "5", "9", "(k", "=", "1)", "1,200", "2.50", "+25.0", "%", "1.020", "[0.990,", "1.050]"],
         ["8", "70", "70", "(k", "=", "0)", "70", "1.00", "+0.0", "%", "1.020", "[0.990,", "1.050]"],
     ]
-    assert [" ".join(line) for line in lines[4:]] == ["check async_over_best_static at 8: 0.951, bound 0.99"]
+    assert [" ".join(line) for line in lines[4:]] == ["check scheduler_async_over_static at 8: 0.951, bound 0.99"]
 
 
 # --- progress -------------------------------------------------------------------------------------------------------
