@@ -33,8 +33,7 @@ class SpsTable:
 
     Time is linear between probes, so a stair where an engine pads is two probes, n and n + 1: a floor lookup lost 6 % to the
     best fixed length. It is constant outside them, as engines read such a file: beyond the last probe a token looks free, so the
-    probes must reach the largest R * (K + 1) that is served, or `reaching` adds an honest one. Valid for the one stack that it
-    was measured on.
+    probes must reach the largest R * (K + 1) that is served (`StepProfile.at` does). Valid for the one stack that it was measured on.
     """
 
     batch_tokens: tuple[int, ...]  # ascending; verified in one step, anchors included
@@ -71,26 +70,6 @@ class SpsTable:
                 f"least {MIN_TIME_RATIO} times the fastest. Fix: check that the engine verifies as many tokens as requested, and probe larger batches"
             )
         return cls(tuple(probes.tolist()), tuple(draft_P.tolist()), tuple(verify_P.tolist()))
-
-    def reaching(self, batch_tokens: int) -> "SpsTable":
-        """With probes up to this many tokens: an extrapolated one where the last is below.
-
-        Each part goes on as between the last two probes, or as from the first to the last where it rose more slowly there: one
-        noisy probe makes no token free. ValueError where there is one probe, or where the time never rises.
-        """
-        if batch_tokens <= self.batch_tokens[-1]:
-            return self
-        tokens, parts = np.array(self.batch_tokens), np.array([self.draft_seconds, self.verify_seconds])
-        slopes = [(parts[:, -1] - parts[:, i]) / (tokens[-1] - tokens[i]) for i in ((-2, 0) if len(tokens) > 1 else ())]
-        slope = np.maximum(np.max(slopes, axis=0), 0.0) if slopes else np.zeros(2)
-        if not slope.any():
-            raise ValueError(
-                f"sps.batch_tokens: {list(self.batch_tokens)} cannot be extended to {batch_tokens}, the step takes no longer at the last than "
-                "at the first. Fix: profile larger steps"
-            )
-        draft, verify = parts[:, -1] + slope * (batch_tokens - tokens[-1])
-        added = (float(draft),), (float(verify),)
-        return SpsTable((*self.batch_tokens, batch_tokens), self.draft_seconds + added[0], self.verify_seconds + added[1])
 
     @cached_property
     def _sps_B(self) -> np.ndarray:

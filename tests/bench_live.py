@@ -2,7 +2,7 @@
 
 The prompts of the test split, decoded by the decoding engine in a closed loop of so many requests with the policies of the schedule
 step: emitted tokens over the seconds of the steps in which every slot was full, prefills left out as in the replay, beside the
-throughput that `schedule/*/report.json` predicts from recorded rounds and profiled steps. Draws `live.png` in the current folder.
+throughput that `schedule/*/report.json` predicts from recorded rounds and profiled steps. Draws a figure.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from dspark.target import TargetModel
 from pipelines.artifacts import Calibration as CalibrationArtifact
 from pipelines.artifacts import ScheduleReport
 from pipelines.backends.object_store import open_storage
+from pipelines.config import PROJECT_ROOT
 from pipelines.figures import png
 from pipelines.scheduling import CALIBRATED
 from pipelines.stages.profile_sps import read_profile, step_profile
@@ -124,6 +126,7 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
     parser.add_argument("--prompts", type=int, default=12, help="at concurrency 1; of more at once, so many and 3 for each slot")
     parser.add_argument("--new-tokens", type=int, default=160)
+    parser.add_argument("--figure", type=Path, default=PROJECT_ROOT / "artifacts" / "live.png")
     arguments = parser.parse_args()
     torch.set_num_threads(os.cpu_count() or 1)
     print(machine(), flush=True)
@@ -154,10 +157,9 @@ def main() -> None:
                 f"   budget {budget:.2f}, replay {predicted['mean_budget_tokens']:.2f}",
                 flush=True,
             )
-    with open("live.png", "wb") as file:
-        file.write(figure(rows))
+    arguments.figure.write_bytes(figure(rows))
     worst = max(abs(measured / expected - 1.0) for _, _, measured, expected in rows)
-    print(f"live  largest difference {worst:.1%}: {'passes' if worst <= GOAL else 'FAILS'} ({GOAL:.0%}); figure: live.png")
+    print(f"live  largest difference {worst:.1%}: {'passes' if worst <= GOAL else 'FAILS'} ({GOAL:.0%}); figure: {arguments.figure}")
     sys.exit(worst > GOAL)
 
 

@@ -315,22 +315,6 @@ def test_sps_table_keeps_draft_and_verify_apart_and_adds_them():
     assert float(table.sps(4)) == 1 / 0.75
 
 
-def test_sps_table_that_is_to_reach_further_goes_on_as_it_rose():
-    table = SpsTable((1, 4, 8), (0.1, 0.1, 0.1), (1.0, 2.0, 4.0))
-    assert table.reaching(8) is table
-    assert table.reaching(12) == SpsTable((1, 4, 8, 12), (0.1, 0.1, 0.1, 0.1), (1.0, 2.0, 4.0, 6.0))
-    noisy = SpsTable((1, 4, 8), (0.1, 0.1, 0.2), (1.0, 3.0, 2.75))  # the last two fall, so it goes on as from the first to the last
-    assert noisy.reaching(15).verify_seconds[-1] == pytest.approx(2.75 + 0.25 * 7)
-    assert noisy.reaching(15).draft_seconds[-1] == pytest.approx(0.2 + 0.025 * 7)
-
-
-@pytest.mark.parametrize("table", [SpsTable((4,), (0.0,), (1.0,)), SpsTable((1, 4), (0.1, 0.1), (1.0, 0.9))])
-def test_sps_table_that_never_rises_cannot_reach_further(table):
-    assert table.reaching(4) is table
-    with pytest.raises(ValueError, match=r"sps\.batch_tokens: .* cannot be extended to 5.*Fix"):
-        table.reaching(5)
-
-
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
