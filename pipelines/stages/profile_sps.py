@@ -1,7 +1,8 @@
 """profile_sps: how long an engine's steps take, by the requests that they draft for, the tokens that they verify, and the context.
 
-Every number of requests R behind every context length, in random order; of each, steps of R to R * (K + 1) verified tokens, each
-size repeated, in random order (large ones half as often). A step is a real one of
+Every number of requests R behind every context length, in random order; of each, a step of every size, R to R * (K + 1) verified tokens,
+in random order. All of that is repeated (large sizes half as often), so that a machine that changes its pace shows in every size, and
+bends none of the curves. A step is a real one of
 
     decoding   `dspark.decoding.decode` with the trained drafter (dspark/profiling.py)
     vllm       vLLM's own scheduler, model runner and rejection test on drafts without sense: it cannot run the drafter on a CPU,
@@ -106,12 +107,13 @@ class Profiler:
         stage, generator = self._stage, random.Random(self._stage.seed)
         measure = self._decoding() if engine == "decoding" else self._vllm()
         pairs = list(itertools.product(stage.context_tokens, stage.num_requests))
-        generator.shuffle(pairs)
         timings: list[dict[str, Any]] = []
-        for context_tokens, num_requests in pairs:
-            order = _repeated_sizes(stage, num_requests, self._settings.config.block_size)
-            generator.shuffle(order)
-            timings += [asdict(timing) for timing in measure(context_tokens, num_requests, order)]
+        for repeat in range(stage.num_repeats):
+            generator.shuffle(pairs)
+            for context_tokens, num_requests in pairs:
+                order = _sizes(stage, num_requests, self._settings.config.block_size, repeat)
+                generator.shuffle(order)
+                timings += [asdict(timing) for timing in measure(context_tokens, num_requests, order)]
         return timings
 
     def _decoding(self) -> "Callable[[int, int, Sequence[int]], Iterable[StepTiming]]":
@@ -127,7 +129,7 @@ class Profiler:
         from pipelines.backends.vllm import Verifier
 
         stage, K = self._stage, self._settings.config.block_size
-        most_steps = max(len(_repeated_sizes(stage, num_requests, K)) for num_requests in stage.num_requests)
+        most_steps = max(len(_sizes(stage, num_requests, K, 0)) for num_requests in stage.num_requests)
         max_length = max(stage.context_tokens) + (most_steps + 3) * (K + 1)
         engine = Verifier(local_folder(self._settings.target_uri), stage.precision, max_length, max(stage.num_requests), K)
 
@@ -139,11 +141,11 @@ class Profiler:
         return measure
 
 
-def _repeated_sizes(stage: ProfileSpsStage, num_requests: int, block_size: int) -> list[int]:
-    """Those of the grid that so many requests can verify, the least and the most always, each as often as it is measured."""
+def _sizes(stage: ProfileSpsStage, num_requests: int, block_size: int, repeat: int) -> list[int]:
+    """Of the grid those that so many requests can verify, the least and the most always; the large ones in every other repeat."""
     least, most = num_requests, num_requests * (block_size + 1)
-    sizes = sorted({least, most, *(size for size in stage.batch_tokens if least < size < most)})
-    return [size for size in sizes for _ in range(stage.num_repeats if size <= LARGE_TOKENS else -(-stage.num_repeats // 2))]
+    sizes = {least, most, *(size for size in stage.batch_tokens if least < size < most)}
+    return sorted(size for size in sizes if size <= LARGE_TOKENS or repeat % 2 == 0)
 
 
 def _identity(config: ProfileSpsConfig, drafter: Artifact) -> dict[str, Any]:

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from pipelines.artifacts import SpsProfile
 from pipelines.config import PROJECT_ROOT, compose
 from pipelines.settings import ProfileSpsStage
 from pipelines.stages import publish
-from pipelines.stages.profile_sps import _repeated_sizes, check_identity, read_profile, step_profile
+from pipelines.stages.profile_sps import _sizes, check_identity, read_profile, step_profile
 
 STAGE = ProfileSpsStage(
     engines=("decoding",), batch_tokens=(1, 2, 3, 8, 64, 512, 600), num_requests=(1, 64, 256), context_tokens=(16, 64),
@@ -29,9 +28,9 @@ IDENTITY = {
 
 
 def test_sizes_of_a_number_of_requests_are_the_grids_with_both_ends_and_large_ones_half_as_often():
-    assert Counter(_repeated_sizes(STAGE, 1, 3)) == {1: 5, 2: 5, 3: 5, 4: 5}
-    assert Counter(_repeated_sizes(STAGE, 64, 3)) == {64: 5, 256: 5}
-    assert Counter(_repeated_sizes(STAGE, 256, 3)) == {256: 5, 512: 3, 600: 3, 1024: 3}
+    assert [_sizes(STAGE, 1, 3, repeat) for repeat in range(2)] == [[1, 2, 3, 4]] * 2
+    assert [_sizes(STAGE, 64, 3, repeat) for repeat in range(2)] == [[64, 256]] * 2
+    assert [_sizes(STAGE, 256, 3, repeat) for repeat in range(3)] == [[256, 512, 600, 1024], [256], [256, 512, 600, 1024]]
 
 
 @pytest.fixture
