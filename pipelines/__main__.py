@@ -17,7 +17,7 @@ from dspark.storage import Storage
 from pipelines import flow, runner, sizing, targets
 from pipelines.artifacts import Calibration, EvalReport, ScheduleReport
 from pipelines.backends.object_store import open_storage
-from pipelines.config import hydra_main, validate
+from pipelines.config import default_experiment, hydra_main, validate
 from pipelines.dag import Artifact, read_record
 from pipelines.lease import holder
 from pipelines.screen import RichScreen
@@ -166,6 +166,10 @@ def command_line() -> int:
         if overrides:
             points.append((overrides, artifacts))
 
+    if default_experiment() == "small_fp32" and not any(word.lstrip("+").startswith(("experiment=", "-")) for word in sys.argv[1:]):
+        screen.note(
+            "experiment small_fp32: this processor would emulate bf16, several times slower (experiment=small does so nevertheless)"
+        )
     try:
         try:
             hydra_main(run)

@@ -21,6 +21,8 @@ from pipelines.benchmarks import HUB, ON_HUB
 from pipelines.settings import SPLITS, STEPS, Settings
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
+CPU_INFO = Path("/proc/cpuinfo")
+BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
 
 # The records know nothing of pydantic: unknown keys are errors in each of them, and unions are told apart by their kind.
 for _record in (*CONFIGS.values(), LossConfig, TrainingConfig, *records.RECORDS):
@@ -41,6 +43,7 @@ def hydra_main(function: Callable[[dict[str, Any], list[str]], None]) -> None:
     from hydra.types import RunMode
     from omegaconf import DictConfig
 
+    _register()
     if not any(word.startswith("-") for word in sys.argv[1:]):
         function(compose(sys.argv[1:])[1], [])
         return
@@ -60,12 +63,25 @@ def compose(overrides: list[str]) -> tuple[Settings, dict[str, Any]]:
     from hydra import initialize_config_dir
     from hydra.errors import HydraException
 
+    _register()
     with initialize_config_dir(version_base="1.3", config_dir=str(PROJECT_ROOT / "conf")):
         try:
             plain = _plain(hydra_compose("config", overrides))
         except HydraException as error:
             raise ValueError(_explain_composition(error, _plain(hydra_compose("config")))) from None
     return validate(plain), plain
+
+
+def _register() -> None:
+    from omegaconf import OmegaConf
+
+    OmegaConf.register_new_resolver("default_experiment", default_experiment, replace=True)
+
+
+def default_experiment() -> str:
+    """`small`, and on a processor that would emulate bf16, several times slower than fp32, `small_fp32`."""
+    flags = set(CPU_INFO.read_text().split()) if CPU_INFO.is_file() else set[str]()
+    return "small" if flags & BF16_FLAGS else "small_fp32"
 
 
 def _explain_composition(error: Exception, plain: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipelines import flow, targets
+from pipelines import config, flow, targets
 from pipelines.benchmarks import ON_HUB
 from pipelines.config import PROJECT_ROOT, compose
 from pipelines.dag import fingerprint
@@ -20,8 +20,10 @@ CHOICES = [(group, path.stem) for group in ("drafter", "data", "cluster", "targe
 
 
 @pytest.fixture(autouse=True)
-def known_identity(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Composition must not depend on which models are on this machine."""
+def known_identity(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Composition must not depend on which models are on this machine, nor on its processor."""
+    (tmp_path / "with_bf16").write_text("flags : fpu amx_bf16")
+    monkeypatch.setattr(config, "CPU_INFO", tmp_path / "with_bf16")
     monkeypatch.setattr(targets, "_existing", lambda source: Path(source.path))
     known = {"weights_sha256": "w", "tokenizer_sha256": "t", "chat_template_sha256": "c"}
     monkeypatch.setattr(targets, "read_identity", lambda folder: known)
@@ -172,6 +174,19 @@ def test_fingerprint_changes_with_identity_and_not_with_execution() -> None:
     assert {name for name in base if changed[name] != base[name]} == {"evaluate", "publish"}
     changed = fingerprints("target.tapped_layers=[2,8,14]")
     assert {name for name in base if changed[name] != base[name]} == set(STEPS[2:])
+
+
+@pytest.mark.parametrize(
+    ("flags", "precision"), [("avx2 amx_bf16", "bf16"), ("avx512_bf16", "bf16"), ("avx2 avx512f", "fp32"), (None, "fp32")]
+)
+def test_default_experiment_is_the_one_that_suits_the_processor(
+    flags: str | None, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config, "CPU_INFO", tmp_path / "cpuinfo")
+    if flags is not None:
+        (tmp_path / "cpuinfo").write_text(f"flags\t\t: fpu sse {flags} clflush\n")
+    stages = [compose(words)[0].stage for words in ([], ["experiment=small"], ["experiment=small_fp32"])]
+    assert [s.train.precision for s in stages] == [s.evaluate.precision for s in stages] == [precision, "bf16", "fp32"]
 
 
 def test_plan_imports_no_heavy_library() -> None:
