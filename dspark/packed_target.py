@@ -118,10 +118,11 @@ class PackedTarget(TargetModel):
 
 
 def _attend(query_SNH: Tensor, keys_RGPH: Tensor, values_RGPH: Tensor, bias_R1AP: Tensor, step: Step) -> Tensor:
-    """[S, E]. Rows are the T tokens' M query heads of one key/value head, so that keys are neither repeated nor looped over."""
+    """[S, E]. Rows are the T tokens' M query heads of one key/value head, so that keys are neither repeated nor looped over; they are
+    contiguous, since the fused kernel refuses others."""
     R, G, _, H = keys_RGPH.shape
     query_RTGMH = step.padded(query_SNH).unflatten(2, (G, -1))
-    rows_RGAH = query_RTGMH.transpose(1, 2).reshape(R, G, -1, H)
+    rows_RGAH = query_RTGMH.transpose(1, 2).reshape(R, G, -1, H).contiguous()
     mixed_RGAH = functional.scaled_dot_product_attention(rows_RGAH, keys_RGPH, values_RGPH, attn_mask=bias_R1AP)
     return step.packed(mixed_RGAH.view(R, G, step.width, -1, H).transpose(1, 2).flatten(2))
 

@@ -99,6 +99,18 @@ def test_request_alone_equals_itself_among_others_of_all_lengths(folder):
         assert torch.allclose(alone.final_SD, together[i], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_rounds_take_the_fused_attention(folder, num_tokens):
+    """Products of few tokens come transposed; with a stride other than 1 in its last dimension a query is refused by the fused kernel,
+    and the plain one that takes its place passes through the scores of all requests a dozen times."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    target, cache = PackedTarget(folder, TAPPED, torch.bfloat16, CPU), KeyValueCache(4, 12)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        for first, length in ((0, 5), (5, num_tokens)):
+            target.forward(Step.of([_tokens(length, i) for i in range(4)], [first] * 4, range(4), CPU), cache)
+
+
 def test_bf16_is_as_near_to_fp64_as_transformers(folder):
     tokens = _tokens(24, 0)
     exact = _exact(folder)
