@@ -1,11 +1,11 @@
 """`make bench-decode`: what decoding costs, beside a baseline measured in the same run.
 
-    speed   greedy decoding in bf16 of test prompts, 1, 4 and 16 at once: tokens a second with each drafter over those without, draft
+    speed   greedy decoding of test prompts, 1, 4 and 16 at once: tokens a second with each drafter over those without, draft
             and verify time of a step, and the tokens that a round emits, at first and later
     batch   prompts a second of 16 at once over those of one at a time, and the accepted length of both
     ragged  R requests that verify 0 to 7 draft tokens each, as they are, against all of them padded to the longest
 
-All take turns, medians are printed; compare ratios, not seconds. `make bench-decode ARGS="ragged"` runs one part.
+In bf16, and in fp32 on a processor that emulates it. All take turns, medians are printed; compare ratios, not seconds. `make bench-decode ARGS="ragged"` runs one part.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import torch
 
 from dspark.decoding import DecodingConfig, StepTimes, Verification, decode
 from dspark.drafters.base import BlockDrafter
+from dspark.layers import fast_dtype
 from dspark.metrics import bootstrap_interval
 from dspark.packed_target import load_target
 from dspark.rounds import Round
@@ -68,7 +69,7 @@ def bench_speed(
 ) -> None:
     """Greedy decoding of the same prompts with and without each drafter, by turns of a few prompts: the machine changes its pace in
     between. In brackets the ratio's 95 % bootstrap interval over turns."""
-    held_out, dtype = trained[0].held_out, torch.bfloat16
+    held_out, dtype = trained[0].held_out, fast_dtype()
     requests = held_out.requests(num_prompts)
     plain_target = load_target(held_out.target_folder, (0,), dtype, CPU)
     contenders: dict[str, tuple[TargetModel, BlockDrafter | None, Verification]] = {"plain": (plain_target, None, Verification())}
@@ -118,7 +119,7 @@ def _over_time(rounds: Sequence[Round]) -> str:
 
 def bench_batch(trained: Trained, num_prompts: int, num_tokens: int) -> None:
     """Prompts a second of an evaluation with 16 prompts at once and with one."""
-    target, drafter = trained.load(torch.bfloat16)
+    target, drafter = trained.load(fast_dtype())
     requests, found = trained.held_out.requests(num_prompts), {}
     for batch_size in (16, 1):
         config = DecodingConfig(Sampling("greedy", 0.0), num_tokens, trained.held_out.stop_ids, batch_size, 0)
@@ -153,7 +154,7 @@ def main() -> None:
     torch.set_num_threads(os.cpu_count() or 1)
     print(machine(), flush=True)
     if "ragged" in parts:
-        target = load_target(held_out().target_folder, (0,), torch.bfloat16, CPU)
+        target = load_target(held_out().target_folder, (0,), fast_dtype(), CPU)
         for num_requests in (16, 64):
             bench_ragged(target, num_requests, 9)
     if {"speed", "batch"} & {*parts}:

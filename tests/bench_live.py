@@ -22,6 +22,7 @@ import torch
 from dspark.calibration import Calibration
 from dspark.decoding import DecodingConfig, Request, StepTimes, Verification, decode
 from dspark.drafters.base import BlockDrafter
+from dspark.layers import fast_dtype
 from dspark.sampling import Sampling
 from dspark.scheduler import SpsTable, admit, admit_async, static_policy
 from dspark.target import TargetModel
@@ -132,7 +133,7 @@ def main() -> None:
     print(machine(), flush=True)
     artifacts = planned_artifacts("train", "calibrate", "profile_sps", "schedule")
     trained: Trained = trained_drafters()[0]
-    target, drafter = trained.load(torch.bfloat16)
+    target, drafter = trained.load(fast_dtype())
     calibration = Calibration.from_json(open_storage(artifacts["calibrate"].uri).read(CalibrationArtifact.CALIBRATION), drafter.block_size)
     report = json.loads(open_storage(artifacts["schedule"].uri).read(ScheduleReport.REPORT))
     profile = step_profile(read_profile(artifacts["profile_sps"], {"block_size": drafter.block_size}), ENGINE)
