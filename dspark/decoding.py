@@ -28,7 +28,7 @@ from dspark.calibration import sigmoid
 from dspark.drafters.base import BlockDrafter, ContextRows, Proposal
 from dspark.rounds import VERIFY_ALL, Round
 from dspark.sampling import VERIFY, BlockDraw, Noise, Sampling, draw, verify
-from dspark.scheduler import Admission
+from dspark.scheduler import Admission, DraftGate
 from dspark.step import Step
 from dspark.target import KeyValueCache, TargetModel, TargetStates
 
@@ -50,13 +50,15 @@ class Verification:
     """How much of each draft is verified: `choose` of dspark/scheduler.py on `confidence(logits)`; without it, everything.
 
     With `lag_rounds`, `choose` is asynchronous: it is handed each request's confidences of so many rounds ago, NaN where there
-    are none, and the present ones. A drafter without a confidence head counts as certain.
+    are none, and the present ones. A drafter without a confidence head counts as certain. `new_gate`: a gate for a decoding, which
+    may leave out the draft pass of a step.
     """
 
     name: str = VERIFY_ALL
     choose: Callable[..., Admission] | None = None
     confidence: Callable[[np.ndarray], np.ndarray] = sigmoid
     lag_rounds: int = 0
+    new_gate: Callable[[], DraftGate] | None = None
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,8 @@ class _Engine:
         self._cache = KeyValueCache(num_slots, max_length)
         self._context: Any = drafter.new_context(num_slots, max_length) if drafter is not None else None
         self._live: list[_Live] = []
+        new_gate = config.verification.new_gate
+        self._gate = new_gate() if new_gate is not None and drafter is not None else None
 
     @torch.inference_mode()
     def run(self) -> Iterator[Completion]:
@@ -192,13 +196,14 @@ class _Engine:
     def _round(self) -> None:
         """One step of all live requests."""
         started = self._now()
-        live, B, K, device = self._live, len(self._live), self._block_size, self._target.device
+        live, B, device = self._live, len(self._live), self._target.device
         anchors_B = torch.tensor([r.anchor_token for r in live], device=device)
         positions_B = torch.tensor([r.position for r in live], device=device)
         block = BlockDraw(self._config.sampling, [r.noise for r in live], [r.position for r in live])
-        proposal = Proposal(anchors_B.new_zeros(B, 0))
-        if self._drafter is not None:
-            proposal = self._drafter.propose(self._context, anchors_B, positions_B, block)
+        proposal, ids_W = Proposal(anchors_B.new_zeros(B, 0)), anchors_B[:0]
+        if self._drafter is not None and (self._gate is None or self._gate.opens(B)):
+            proposal, ids_W = self._drafter.propose(self._context, anchors_B, positions_B, block), self._drafter.draft_ids_W
+        K = proposal.tokens_BK.shape[1]
         lengths_B = self._lengths(proposal)
         drafted_at = self._now()
         column_L = torch.arange(K + 1, device=device)
@@ -207,7 +212,6 @@ class _Engine:
         step = Step(tokens_BL[is_verified_BL], positions_BL[is_verified_BL], torch.arange(B, device=device), lengths_B + 1)
         states = self._target.forward(step, self._cache)
         probs_SV = self._config.sampling.probs(self._target.logits(states.final_SD))
-        ids_W = self._drafter.draft_ids_W if self._drafter is not None else anchors_B[:0]
         verified = verify(proposal.tokens_BK, block.probs_BKW, ids_W, lengths_B, probs_SV, self._uniforms(K))
         accepted = verified.num_accepted_B.tolist()
         next_B = self._draw(verified.next_probs_BV, live, [r.position + n + 1 for r, n in zip(live, accepted, strict=True)])
@@ -224,9 +228,11 @@ class _Engine:
             strict=True,
         )
         num_emitted = sum(self._finish(*row) for row in columns)
+        ended_at = self._now()
+        if self._gate is not None:
+            self._gate.observe(B, num_emitted, ended_at - started)
         if self._on_step:
-            times = drafted_at - started, self._now() - drafted_at
-            self._on_step(StepTimes(B, len(step.tokens_S), num_emitted, *times))
+            self._on_step(StepTimes(B, len(step.tokens_S), num_emitted, drafted_at - started, ended_at - drafted_at))
 
     def _now(self) -> float:
         if self._on_step and self._target.device.type == "cuda":
@@ -238,7 +244,10 @@ class _Engine:
         B, K = proposal.tokens_BK.shape
         drafted_B = np.full(B, K) if proposal.lengths_B is None else proposal.lengths_B.numpy(force=True)
         verification = self._config.verification
-        if verification.choose is None:
+        if K == 0 and self._drafter is not None:  # no draft pass: what is known of a request stays what it was
+            for r in self._live:
+                r.past_confidences.extend(list(r.past_confidences)[-1:])
+        if K == 0 or verification.choose is None:
             return torch.from_numpy(drafted_B).to(self._target.device)
         logits_BK = proposal.confidence_logits_BK
         confidence_BK = np.ones((B, K)) if logits_BK is None else verification.confidence(logits_BK.double().numpy(force=True))

@@ -14,7 +14,7 @@ an engine that keeps survivals on its device.
 Shapes: R requests, K drafted tokens, N = R * K slots by falling survival, P probes, B batch sizes in tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -80,6 +80,9 @@ class SpsTable:
     def sps(self, batch_tokens: int | np.ndarray) -> np.ndarray:
         """Steps per second when one step verifies this many tokens, an integer or an array of integers of any shape."""
         return self._sps_B.take(batch_tokens, mode="clip")
+
+    def seconds(self, batch_tokens: int) -> float:
+        return 1.0 / float(self.sps(batch_tokens))
 
 
 @dataclass(frozen=True)
@@ -274,19 +277,59 @@ def _check_timings(batch_tokens: Sequence[int], draft_seconds: Sequence[float], 
 # --- whether to draft at all ------------------------------------------------------------------------------------------------
 
 
+class DraftGate:
+    """Whether a step begins with a draft pass, decided before it; not in the paper, whose engines draft in every step.
+
+        gate.opens(R)                           # draft now?
+        gate.observe(R, num_tokens, seconds)    # what the step came to
+
+    A draft pass is paid for whether its tokens are verified or not, so with many requests in a step no drafting may beat any
+    admission. A step with a draft pass loses its seconds less those that its tokens would have taken without drafting; the mean of
+    that over about `window_rounds` rounds of requests says whether the next step drafts (`is_drafting`). A step enters the mean
+    `lag_rounds` steps later. Lossless, since the mean holds only what earlier rounds came to.
+
+    `plain_seconds`: of a step of R requests without a draft pass. `shape`: of independent gates, elementwise (S).
+    """
+
+    def __init__(
+        self, plain_seconds: Callable[[int], float], lag_rounds: int, window_rounds: int, probe_share: float, shape: tuple[int, ...] = ()
+    ) -> None:
+        self._plain_seconds, self._window_rounds, self._probe_share = plain_seconds, window_rounds, probe_share
+        self._lost_LS, self._has_drafted_LS = np.zeros((lag_rounds, *shape)), np.zeros((lag_rounds, *shape), dtype=bool)
+        self._mean_lost_S, self._num_skipped_S = np.zeros(shape), np.zeros(shape, dtype=np.int64)
+        self._num_steps = 0
+
+    def opens(self, num_requests: int, lost_seconds_S: np.ndarray | None = None) -> np.ndarray:
+        """`lost_seconds_S`: what the step of `lag_rounds` ago was to lose, if it is known otherwise than by what was observed."""
+        slot = self._num_steps % len(self._lost_LS)
+        if lost_seconds_S is not None:
+            self._lost_LS[slot] = lost_seconds_S
+        weight = 1.0 - (1.0 - 1.0 / self._window_rounds) ** num_requests
+        self._mean_lost_S = self._mean_lost_S + np.where(
+            self._has_drafted_LS[slot], weight * (self._lost_LS[slot] - self._mean_lost_S), 0.0
+        )
+        opens_S = np.asarray(is_drafting(self._mean_lost_S, self._num_skipped_S, self._plain_seconds(num_requests), self._probe_share))
+        self._num_skipped_S = np.where(opens_S, 0, self._num_skipped_S + 1)
+        self._has_drafted_LS[slot] = opens_S
+        return opens_S
+
+    def observe(self, num_requests: int, num_tokens: float | np.ndarray, seconds: float | np.ndarray) -> None:
+        """The end of the step: the tokens it emitted, and how long it took."""
+        self._lost_LS[self._num_steps % len(self._lost_LS)] = self.lost(num_requests, num_tokens, seconds)
+        self._num_steps += 1
+
+    def lost(self, num_requests: int, num_tokens: float | np.ndarray, seconds: float | np.ndarray) -> float | np.ndarray:
+        """Seconds that a step took longer than its tokens would have taken without drafting."""
+        return seconds - num_tokens * (self._plain_seconds(num_requests) / num_requests)
+
+
 def is_drafting(
     mean_lost_seconds: float | np.ndarray, num_skipped: int | np.ndarray, plain_seconds: float, probe_share: float
 ) -> bool | np.ndarray:
-    """Whether the next step begins with a draft pass, decided before it; not in the paper, whose engines draft in every step.
+    """By the mean that draft passes lost lately, beside steps without one of `plain_seconds` each. Of numbers, or elementwise of arrays.
 
-    A draft pass is paid for whether its tokens are verified or not, so with many requests in a step no drafting may beat any
-    admission. `mean_lost_seconds` says what a step with a draft pass loses: the mean, over recent ones, of its seconds less
-    those that its tokens would have taken in steps without drafting, of `plain_seconds` each. Where nothing is lost the next
-    step drafts. Else it does not - and since steps that do not show nothing, one drafts all the same as soon as what it will
-    lose is `probe_share` of the time of the `num_skipped` steps since the last that did. So looking again costs that share of the
-    throughput, no more, and is frequent where the two are nearly even. The mean begins at 0, which drafts.
-
-    Lossless as long as the mean holds only what earlier rounds showed, as the asynchronous scheduler's budget does: their
-    confidences, or what they came to. Of numbers, or elementwise of arrays.
+    Where nothing is lost the next step drafts. Else it does not - and since steps that do not show nothing, one drafts all the same
+    as soon as what it will lose is `probe_share` of the time of the `num_skipped` steps since the last that did. So looking again
+    costs that share of the throughput, no more, and is frequent where the two are nearly even. The mean begins at 0, which drafts.
     """
     return mean_lost_seconds <= probe_share * num_skipped * plain_seconds

@@ -17,7 +17,7 @@ the latter. Policies:
     none, fixed_k, threshold_t, verify_all   static (dspark/scheduler.py); fixed_1 is what an engine does with an MTP-1 drafter
     scheduler                  Algorithm 1
     scheduler_async            the asynchronous scheduler: a global search over confidences of `lag_rounds` ago
-    scheduler_or_none,         the same, and a step whose draft pass does not pay does without (`scheduler.is_drafting`); what
+    scheduler_or_none,         the same, and a step whose draft pass does not pay does without (`scheduler.DraftGate`); what
     scheduler_async_or_none      decides it is as old as the asynchronous scheduler's budget. Not in the paper
     scheduler_global           the global search over current confidences. Not lossless (Appendix A): it prices the early stop
     oracle                     knows how much of each block is accepted: see ORACLE
@@ -38,7 +38,7 @@ import numpy as np
 from dspark.calibration import pad
 from dspark.metrics import Estimate
 from dspark.rounds import Round
-from dspark.scheduler import SpsTable, admitted_lengths, early_stop, is_drafting, policies, survival, walk
+from dspark.scheduler import DraftGate, SpsTable, admitted_lengths, early_stop, policies, survival, walk
 from dspark.step_cost import StepCost
 
 RECORDED_POLICY = "every_position"  # of the rounds that were drafted at every anchor
@@ -349,25 +349,21 @@ class _State:
         self._latest_SRK, self._history_LSRK = np.full(shape, np.nan), np.full((config.lag_rounds, *shape), np.nan)
         self._has_drafted_LS = np.zeros((config.lag_rounds, num_S), dtype=bool)
         self._survival_SK, self._rounds_S = np.zeros((num_S, block_size)), np.zeros(num_S)
-        self._lost_LS, self._mean_lost_S = np.zeros((config.lag_rounds, num_S)), np.zeros(num_S)
-        self._num_skipped_S = np.zeros(num_S, dtype=np.int64)
+        self._gate = DraftGate(tables[0].seconds, config.lag_rounds, config.window_rounds, config.probe_share, (num_S,))
 
     def step(self, survival_SRK: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Lengths [S, R] and whether there is a draft pass [S]; the survivals are those that it shows."""
         scheduler, slot = self._scheduler, self._num_steps % self._config.lag_rounds
         is_drafting_S = np.ones(len(survival_SRK), dtype=bool)
-        skips_by = self._config.skips_by if scheduler.skips == "stale" else None
-        if scheduler.budget == "stale" or skips_by == "confidences":
+        promised_S = None  # that the step of which the confidences are loses
+        is_by_confidences = scheduler.skips == "stale" and self._config.skips_by == "confidences"
+        if scheduler.budget == "stale" or is_by_confidences:
             _, num_S, theta_S = self._best(self._stale(slot))
-            if skips_by == "confidences":
+            if is_by_confidences:
                 seconds_S = 1.0 / self._sps.sps(self._num_requests + num_S)
-                self._lost_LS[slot] = self._lost(theta_S * seconds_S, seconds_S)
-        if skips_by is not None:
-            is_new_S = self._has_drafted_LS[slot]
-            self._mean_lost_S[is_new_S] += (1.0 - self._kept) * (self._lost_LS[slot] - self._mean_lost_S)[is_new_S]
-            plain_seconds, share = 1.0 / float(self._plain_sps.sps(self._num_requests)), self._config.probe_share
-            is_drafting_S = np.asarray(is_drafting(self._mean_lost_S, self._num_skipped_S, plain_seconds, share))
-            self._num_skipped_S = np.where(is_drafting_S, 0, self._num_skipped_S + 1)
+                promised_S = np.asarray(self._gate.lost(self._num_requests, theta_S * seconds_S, seconds_S))
+        if scheduler.skips == "stale":
+            is_drafting_S = self._gate.opens(self._num_requests, promised_S)
         self._latest_SRK[is_drafting_S] = survival_SRK[is_drafting_S]
         self._history_LSRK[slot], self._has_drafted_LS[slot] = self._latest_SRK, is_drafting_S
         if scheduler.budget == "current":
@@ -381,15 +377,10 @@ class _State:
 
     def observe(self, tokens_S: np.ndarray, seconds_S: np.ndarray, ended: tuple[Any, ...]) -> None:
         """What the step came to; the requests of the slots `ended`, [S, R], are finished."""
-        if self._config.skips_by == "outcomes":
-            self._lost_LS[self._num_steps % self._config.lag_rounds] = self._lost(tokens_S, seconds_S)
+        self._gate.observe(self._num_requests, tokens_S, seconds_S)
         self._num_steps += 1
         self._latest_SRK[ended] = np.nan
         self._history_LSRK[(slice(None), *ended)] = np.nan
-
-    def _lost(self, tokens_S: np.ndarray, seconds_S: np.ndarray) -> np.ndarray:
-        """Seconds that a step took longer than its tokens would have taken without drafting."""
-        return seconds_S - tokens_S / (self._num_requests * self._plain_sps.sps(self._num_requests))
 
     def _best(self, survival_SRK: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of each replay: falling survivals, how many of them are admitted, and the Theta that this promises."""

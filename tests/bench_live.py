@@ -24,14 +24,16 @@ from dspark.decoding import DecodingConfig, Request, StepTimes, Verification, de
 from dspark.drafters.base import BlockDrafter
 from dspark.layers import fast_dtype
 from dspark.sampling import Sampling
-from dspark.scheduler import SpsTable, admit, admit_async, static_policy
+from dspark.scheduler import DraftGate, admit, admit_async, static_policy
+from dspark.step_cost import StepCost
 from dspark.target import TargetModel
 from pipelines.artifacts import Calibration as CalibrationArtifact
 from pipelines.artifacts import ScheduleReport
 from pipelines.backends.object_store import open_storage
-from pipelines.config import PROJECT_ROOT
+from pipelines.config import PROJECT_ROOT, compose
 from pipelines.figures import png
-from pipelines.scheduling import CALIBRATED
+from pipelines.scheduling import CALIBRATED, SERVED
+from pipelines.settings import ScheduleStage
 from pipelines.stages.profile_sps import read_profile, step_profile
 from pipelines.stages.schedule import ENGINE
 from tests.bench_cache import machine
@@ -39,7 +41,7 @@ from tests.trained import Trained, planned_artifacts, trained_drafters
 
 GOAL = 0.15  # of the prediction
 NUM_WARMUP_STEPS = 20
-POLICIES = ("none", "fixed_1", "fixed_3", "verify_all", "scheduler", "scheduler_async")
+POLICIES = ("none", "fixed_1", "fixed_3", "verify_all", "scheduler", "scheduler_async", SERVED)
 
 
 @dataclass
@@ -71,14 +73,17 @@ class Load:
         return self.num_tokens / (sum(self.seconds) + overhead * len(self.seconds))
 
 
-def verification(policy: str, sps: SpsTable, calibration: Calibration) -> Verification:
+def verification(policy: str, cost: StepCost, num_requests: int, calibration: Calibration, stage: ScheduleStage) -> Verification:
     """The policy of that name as the engine runs it."""
     if policy in ("none", "verify_all"):
         return Verification()
+    sps, plain_sps = (cost.table(num_requests, is_drafting=drafts) for drafts in (True, False))
     if policy == "scheduler":
         return Verification(policy, partial(admit, sps=sps), calibration.confidence)
-    if policy == "scheduler_async":
-        return Verification(policy, partial(admit_async, sps=sps), calibration.confidence, lag_rounds=2)
+    if policy in ("scheduler_async", SERVED):
+        gate = partial(DraftGate, plain_sps.seconds, stage.lag_rounds, stage.window_rounds, stage.probe_share)
+        new_gate = gate if policy == SERVED else None
+        return Verification(policy, partial(admit_async, sps=sps), calibration.confidence, stage.lag_rounds, new_gate)
     return Verification(policy, static_policy(policy))
 
 
@@ -132,6 +137,7 @@ def main() -> None:
     torch.set_num_threads(os.cpu_count() or 1)
     print(machine(), flush=True)
     artifacts = planned_artifacts("train", "calibrate", "profile_sps", "schedule")
+    stage = compose([])[0].stage.schedule
     trained: Trained = trained_drafters()[0]
     target, drafter = trained.load(fast_dtype())
     calibration = Calibration.from_json(open_storage(artifacts["calibrate"].uri).read(CalibrationArtifact.CALIBRATION), drafter.block_size)
@@ -144,10 +150,10 @@ def main() -> None:
         requests = [replace(known[i % len(known)], id=str(i)) for i in range(num_prompts)]
         for policy in arguments.policies:
             predicted = prediction(report, num_requests, policy)
-            sps = profile.at(predicted["mean_context_tokens"], num_requests).table(num_requests)
+            cost = profile.at(predicted["mean_context_tokens"], num_requests)
             config = DecodingConfig(
                 Sampling("greedy", 0.0), arguments.new_tokens, trained.held_out.stop_ids, num_requests, 0,
-                verification=verification(policy, sps, calibration),
+                verification=verification(policy, cost, num_requests, calibration, stage),
             )  # fmt: skip
             found = load(target, None if policy == "none" else drafter, requests, config)
             expected = predicted["throughput_tokens_per_second"]

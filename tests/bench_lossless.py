@@ -36,7 +36,7 @@ from dspark.drafters import build_drafter
 from dspark.drafters.base import BlockDrafter
 from dspark.packed_target import load_target
 from dspark.sampling import DRAFT, BlockDraw, Sampling, draw
-from dspark.scheduler import Admission, SpsTable, admit, admit_async, fixed, threshold
+from dspark.scheduler import Admission, DraftGate, SpsTable, admit, admit_async, fixed, threshold
 from dspark.step import Step
 from dspark.target import KeyValueCache, TargetModel, load_head
 from dspark.untrained import DraftModel, PromptLookup
@@ -69,7 +69,20 @@ def policies(num_requests: int) -> dict[str, Verification]:
         "scheduler": Verification("scheduler", partial(admit, sps=sps)),
         "scheduler_async": Verification("scheduler_async", partial(admit_async, sps=sps), lag_rounds=1),
         "history": Verification("history", _by_history, lag_rounds=1),
+        "scheduler_async_or_none": Verification(
+            "scheduler_async_or_none", partial(admit_async, sps=sps), lag_rounds=1, new_gate=lambda: _EvenGate(num_requests)
+        ),
     }
+
+
+class _EvenGate(DraftGate):
+    """By a clock of its own: a step that drafts has paid when it emits one and a half tokens a request."""
+
+    def __init__(self, num_requests: int) -> None:
+        super().__init__(lambda _: 1.0, lag_rounds=1, window_rounds=num_requests, probe_share=0.2)
+
+    def observe(self, num_requests: int, num_tokens: float | np.ndarray, seconds: float | np.ndarray) -> None:
+        super().observe(num_requests, num_tokens, 1.5)
 
 
 def _by_history(stale_RK: np.ndarray, confidence_RK: np.ndarray) -> Admission:

@@ -21,7 +21,7 @@ from dspark.decoding import DecodingConfig, Request, Verification, decode
 from dspark.drafters import build_drafter
 from dspark.drafters.base import ContextRows, PackedContext, TrainingBatch
 from dspark.sampling import Sampling, distribution
-from dspark.scheduler import SpsTable, admit, admit_async, fixed, static_policy, threshold
+from dspark.scheduler import DraftGate, SpsTable, admit, admit_async, fixed, static_policy, threshold
 from dspark.step import Step
 from dspark.target import KeyValueCache, TransformersTarget, load_head
 from dspark.trace import every_position
@@ -262,6 +262,51 @@ def test_asynchronous_lengths_come_from_the_confidences_of_earlier_rounds(target
     assert len(seen) > 3
     for i, (stale, _) in enumerate(seen):
         assert np.isnan(stale).all() if i < 2 else np.array_equal(stale, seen[i - 2][1])
+
+
+class EveryThird(DraftGate):
+    """Opens at every third step, whatever that came to."""
+
+    def __init__(self):
+        super().__init__(float, 1, 1, 0.0)
+        self.seen = []
+
+    def opens(self, num_requests, lost_seconds_S=None):
+        return np.array(len(self.seen) % 3 == 0)
+
+    def observe(self, num_requests, num_tokens, seconds):
+        self.seen.append((num_requests, num_tokens, seconds))
+
+
+def test_steps_before_which_the_gate_is_closed_draft_nothing_and_change_no_text(target, drafter):
+    config, gates, known = _config("greedy", 0.0, batch_size=5, max_new_tokens=17, stop_ids=()), [], []
+
+    def new_gate():
+        gates.append(EveryThird())
+        return gates[-1]
+
+    def choose(stale_RK, confidence_RK):
+        known.append((stale_RK.copy(), confidence_RK.copy()))
+        return admit_async(stale_RK, confidence_RK, SPS)
+
+    gated = Verification("gated", choose, lag_rounds=2, new_gate=new_gate)
+    drafted = _run(target, drafter, dataclasses.replace(config, verification=gated))
+    assert _texts(drafted) == _texts(_run(target, None, config))
+    (gate,) = gates
+    assert len(known) == len(gate.seen[::3])
+    assert sum(num_tokens for _, num_tokens, _ in gate.seen) == sum(len(c.token_ids) - 1 for c in drafted.values())
+    assert sum(num_requests for num_requests, _, _ in gate.seen) == sum(len(c.rounds) for c in drafted.values())
+    assert all(seconds > 0 for _, _, seconds in gate.seen)
+    rounds = [r for c in drafted.values() for r in c.rounds]
+    assert any(r.proposed for r in rounds)
+    assert not any(r.proposed for r in rounds if r.round_index % 3)
+    assert np.isnan(known[0][0]).all()
+    assert np.array_equal(known[1][0], known[0][1])  # two steps before the fourth, the first's were the latest
+
+
+def test_gate_asks_no_drafter_when_there_is_none(target):
+    config = _config("greedy", 0.0, verification=Verification(new_gate=lambda: pytest.fail("a gate was made")))
+    assert _texts(_run(target, None, config)) == _texts(_run(target, None, _config("greedy", 0.0)))
 
 
 def test_step_times_count_every_token_once(target, drafter):
