@@ -130,7 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="make bench-live", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
-    parser.add_argument("--prompts", type=int, default=12, help="at concurrency 1; of more at once, so many and 3 for each slot")
+    parser.add_argument("--prompts", type=int, default=12, help="at concurrency 1; of more at once, so many and 2 for each slot")
     parser.add_argument("--new-tokens", type=int, default=160)
     parser.add_argument("--figure", type=Path, default=PROJECT_ROOT / "artifacts" / "live.png")
     arguments = parser.parse_args()
@@ -145,7 +145,7 @@ def main() -> None:
     profile = step_profile(read_profile(artifacts["profile_sps"], {"block_size": drafter.block_size}), ENGINE)
     rows = []
     for num_requests in arguments.concurrency:
-        num_prompts = arguments.prompts + 3 * num_requests * (num_requests > 1)
+        num_prompts = arguments.prompts + 2 * num_requests * (num_requests > 1)
         known = trained.held_out.requests(10**6, ())
         requests = [replace(known[i % len(known)], id=str(i)) for i in range(num_prompts)]
         for policy in arguments.policies:
