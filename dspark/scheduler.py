@@ -296,19 +296,21 @@ class DraftGate:
     ) -> None:
         self._plain_seconds, self._window_rounds, self._probe_share = plain_seconds, window_rounds, probe_share
         self._lost_LS, self._has_drafted_LS = np.zeros((lag_rounds, *shape)), np.zeros((lag_rounds, *shape), dtype=bool)
-        self._mean_lost_S, self._num_skipped_S = np.zeros(shape), np.zeros(shape, dtype=np.int64)
-        self._num_steps = 0
+        # Of the mean, a quotient of two sums that forget at the same pace. It begins as if some rounds had lost nothing: fewer, and the
+        # chance of the first ones would close the gate for long; more, and where drafting never pays the start would cost too much.
+        self._lost_S, self._weight_S = np.zeros(shape), np.full(shape, 1.0 - self._kept(max(window_rounds // 4, 1)))
+        self._num_skipped_S, self._num_steps = np.zeros(shape, dtype=np.int64), 0
 
     def opens(self, num_requests: int, lost_seconds_S: np.ndarray | None = None) -> np.ndarray:
         """`lost_seconds_S`: what the step of `lag_rounds` ago was to lose, if it is known otherwise than by what was observed."""
         slot = self._num_steps % len(self._lost_LS)
         if lost_seconds_S is not None:
             self._lost_LS[slot] = lost_seconds_S
-        weight = 1.0 - (1.0 - 1.0 / self._window_rounds) ** num_requests
-        self._mean_lost_S = self._mean_lost_S + np.where(
-            self._has_drafted_LS[slot], weight * (self._lost_LS[slot] - self._mean_lost_S), 0.0
-        )
-        opens_S = np.asarray(is_drafting(self._mean_lost_S, self._num_skipped_S, self._plain_seconds(num_requests), self._probe_share))
+        kept, is_new_S = self._kept(num_requests), self._has_drafted_LS[slot]
+        self._lost_S = np.where(is_new_S, kept * self._lost_S + (1.0 - kept) * self._lost_LS[slot], self._lost_S)
+        self._weight_S = np.where(is_new_S, kept * self._weight_S + (1.0 - kept), self._weight_S)
+        mean_lost_S = self._lost_S / self._weight_S
+        opens_S = np.asarray(is_drafting(mean_lost_S, self._num_skipped_S, self._plain_seconds(num_requests), self._probe_share))
         self._num_skipped_S = np.where(opens_S, 0, self._num_skipped_S + 1)
         self._has_drafted_LS[slot] = opens_S
         return opens_S
@@ -317,6 +319,10 @@ class DraftGate:
         """The end of the step: the tokens it emitted, and how long it took."""
         self._lost_LS[self._num_steps % len(self._lost_LS)] = self.lost(num_requests, num_tokens, seconds)
         self._num_steps += 1
+
+    def _kept(self, num_rounds: int) -> float:
+        """Of a sum, after so many more rounds."""
+        return (1.0 - 1.0 / self._window_rounds) ** num_rounds
 
     def lost(self, num_requests: int, num_tokens: float | np.ndarray, seconds: float | np.ndarray) -> float | np.ndarray:
         """Seconds that a step took longer than its tokens would have taken without drafting."""

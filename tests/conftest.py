@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from tests.s3_servers import FaultProxy, JuicefsGateway
+
+settings.register_profile("repeatable", deadline=None, derandomize=True)  # a busy machine may take its time
+settings.load_profile("repeatable")
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 

@@ -28,7 +28,7 @@ def test_attention_mask_of_a_case_equals_its_rows_of_bits(blocks_case):
     assert ["".join(str(int(bit)) for bit in row) for row in mask] == blocks_case["expected"]["attention"]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 1), min_size=1, max_size=14), st.integers(1, 5))
 def test_blocks_of_any_mask_equal_the_loop(loss_mask, block_size):
     anchors = np.arange(len(loss_mask))

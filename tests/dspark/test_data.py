@@ -163,7 +163,7 @@ def test_units_are_every_row_once_a_pass_in_the_order_of_first_use(shard_rows, w
         assert all(len(unit.rows) == 1 for unit in units)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(
     shard_rows=st.lists(st.integers(0, 6), min_size=1, max_size=6).filter(sum),
     window_shards=st.integers(1, 7),

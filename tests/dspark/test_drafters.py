@@ -132,7 +132,7 @@ def test_training_pass_with_the_rotary_embedding_of_a_target_equals_the_oracle(r
     assert not torch.allclose(found, tiny.draft_logits(tiny.drafter(kind, tiny.REDUCED), batch), atol=1e-4)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25)
 @given(
     kind=st.sampled_from(RECURRENT),
     anchors=st.lists(st.integers(1, 9), min_size=1, max_size=4),
@@ -247,7 +247,7 @@ def test_loss_from_every_logit_equals_the_loss_from_final_states(draft_ids):
     assert torch.allclose(gradients[1], gradients[0], rtol=1e-9, atol=1e-12)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 9999), num_best=st.integers(1, tiny.SHAPE.vocab_size), scale=st.floats(0.0, 4.0), is_reduced=st.booleans())
 def test_total_variation_from_best_logits_is_off_by_no_more_than_the_missing_mass(seed, num_best, scale, is_reduced):
     drafter, batch = tiny.drafter("dspark", tiny.REDUCED if is_reduced else None), _batch([[2]], num_tokens=2, seed=seed)
@@ -266,7 +266,7 @@ def test_total_variation_from_best_logits_is_off_by_no_more_than_the_missing_mas
 _anchors = st.lists(st.integers(0, 9), min_size=1, max_size=4)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25)
 @given(anchors=_anchors, position=st.integers(0, 8), layer=st.integers(0, L - 1), seed=st.integers(0, 99))
 def test_tapped_state_changed_anywhere_moves_exactly_the_blocks_anchored_after_it(anchors, position, layer, seed):
     drafter, batch = tiny.drafter("dspark"), _batch([anchors], num_tokens=9, seed=seed)
@@ -280,7 +280,7 @@ def test_tapped_state_changed_anywhere_moves_exactly_the_blocks_anchored_after_i
             assert (before.hidden_BAKD[0, i] != after.hidden_BAKD[0, i]).any(-1).all()
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=15)
 @given(anchors=st.lists(st.integers(0, 9), min_size=2, max_size=4), seed=st.integers(0, 99))
 def test_block_changed_in_an_overlapping_neighbourhood_leaves_the_others_alone(anchors, seed):
     drafter, batch = tiny.drafter("dspark"), _batch([anchors], num_tokens=9, seed=seed)

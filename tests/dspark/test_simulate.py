@@ -137,7 +137,8 @@ class _Loop:
         self.latest, self.history = [None] * num_requests, [[] for _ in range(num_requests)]
         self.drafted, self.lost = [], []
         self.kept = (1 - 1 / config.window_rounds) ** num_requests
-        self.sums, self.weight, self.mean_lost, self.skipped = [0.0] * block_size, 0.0, 0.0, 0
+        self.sums, self.weight, self.skipped = [0.0] * block_size, 0.0, 0
+        self.lost_sum, self.lost_weight = 0.0, 1 - (1 - 1 / config.window_rounds) ** (config.window_rounds // 4)
 
     def __call__(self, rows):
         L, is_early = self.config.lag_rounds, "async" not in self.policy
@@ -156,8 +157,9 @@ class _Loop:
                 if self.config.skips_by == "confidences":
                     admitted, tokens = _search(stale, self.sps, is_early)
                     lost = 1 / self.sps(self.R + admitted) - tokens / (self.R * self.plain(self.R))
-                self.mean_lost += (1 - self.kept) * (lost - self.mean_lost)
-            drafts = self.mean_lost <= self.config.probe_share * self.skipped / self.plain(self.R)
+                self.lost_sum = self.kept * self.lost_sum + (1 - self.kept) * lost
+                self.lost_weight = self.kept * self.lost_weight + 1 - self.kept
+            drafts = self.lost_sum / self.lost_weight <= self.config.probe_share * self.skipped / self.plain(self.R)
             self.skipped = 0 if drafts else self.skipped + 1
         if drafts:
             self.latest = rows

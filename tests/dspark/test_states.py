@@ -61,7 +61,7 @@ def _check_fp8(states: torch.Tensor) -> None:
         assert (got.signbit() == wanted.signbit()).all()
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=80)
 @given(seed=st.integers(0, 999), power=st.floats(-30, 30), outlier=st.floats(0, 30), width=st.integers(1, 40))
 @example(seed=0, power=-30.0, outlier=0.0, width=40)
 @example(seed=0, power=30.0, outlier=0.0, width=40)
