@@ -6,13 +6,44 @@ import torch
 
 from dspark.blocks import attention_mask
 from dspark.config import Rope
-from dspark.layers import MLP, DrafterLayer, RMSNorm, Rotation, attend, inverse_frequencies, rms_norm
+from dspark.layers import (
+    FEW_ROWS,
+    MLP,
+    DrafterLayer,
+    RMSNorm,
+    Rotation,
+    as_columns,
+    as_rows,
+    attend,
+    inverse_frequencies,
+    product,
+    rms_norm,
+)
 from tests import oracles
 from tests.dspark import tiny
 
 
 def _random(*size, seed=0):
     return torch.from_numpy(np.random.default_rng(seed).normal(0.0, 1.0, size))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_product_of_any_number_of_rows_is_the_linear_layers(dtype):
+    weight = _random(12, 8).to(dtype)
+    for num_rows in range(FEW_ROWS + 3):
+        x = _random(num_rows, 8, seed=num_rows).to(dtype)
+        found, wanted = product(x, weight), torch.nn.functional.linear(x, weight)
+        assert found.shape == wanted.shape
+        assert torch.allclose(found, wanted, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+    assert product(x.view(1, -1, 1, 8), weight).shape == (1, len(x), 1, 12)
+
+
+@pytest.mark.parametrize(("num_rows", "num_columns"), [(2, 2), (3, 4), (6, 6), (7, 8), (9, 16), (16, 16), (17, 24), (24, 24), (63, 64)])
+def test_columns_of_fp32_are_filled_up_to_a_number_that_is_quick(num_rows, num_columns):
+    x = _random(num_rows, 8).float()
+    assert as_columns(x).shape == (8, num_columns)
+    assert torch.equal(as_rows(as_columns(x), num_rows), x)
+    assert as_columns(x.bfloat16()).shape == (8, num_rows)
 
 
 def test_rms_norm_of_rows_equals_the_loop():
