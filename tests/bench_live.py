@@ -1,21 +1,19 @@
 """`make bench-live`: does the engine under load do what the replay says?
 
-The prompts of the test split, decoded by the decoding engine in a closed loop of so many requests with the policies of the schedule
-step: emitted tokens over the seconds of the steps in which every slot was full, prefills left out as in the replay, beside the
-throughput that `schedule/*/report.json` predicts from recorded rounds and profiled steps. Draws a figure.
+Prompts of the test split, decoded by the decoding engine in a closed loop of so many requests with the policies of the schedule step:
+emitted tokens over the seconds of the steps in which every slot was full, prefills left out as in the replay, beside what the replay
+predicts from the recorded blocks of the same texts and the profiled steps. Draws a figure.
 """
 
 import argparse
-import json
 import os
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,17 +23,19 @@ from dspark.drafters.base import BlockDrafter
 from dspark.layers import fast_dtype
 from dspark.sampling import Sampling
 from dspark.scheduler import DraftGate, admit, admit_async, static_policy
+from dspark.simulate import ReplayText, mean_context_tokens, replay, texts_from_rounds
 from dspark.step_cost import StepCost
 from dspark.target import TargetModel
 from pipelines.artifacts import Calibration as CalibrationArtifact
-from pipelines.artifacts import ScheduleReport
 from pipelines.backends.object_store import open_storage
 from pipelines.config import PROJECT_ROOT, compose
+from pipelines.dag import Artifact
 from pipelines.figures import png
-from pipelines.scheduling import CALIBRATED, SERVED
+from pipelines.scheduling import SERVED
 from pipelines.settings import ScheduleStage
 from pipelines.stages.profile_sps import read_profile, step_profile
-from pipelines.stages.schedule import ENGINE
+from pipelines.stages.schedule import ENGINE, replay_config
+from pipelines.stages.trace import read_rounds
 from tests.bench_cache import machine
 from tests.trained import Trained, planned_artifacts, trained_drafters
 
@@ -72,6 +72,14 @@ class Load:
         overhead = statistics.fmean(self.overheads) if self.overheads else 0.0
         return self.num_tokens / (sum(self.seconds) + overhead * len(self.seconds))
 
+    @property
+    def accepted_length(self) -> float:
+        return self.num_tokens / (self.num_requests * len(self.seconds))
+
+    @property
+    def budget(self) -> float:
+        return statistics.fmean(self.budgets) / self.num_requests
+
 
 def verification(policy: str, cost: StepCost, num_requests: int, calibration: Calibration, stage: ScheduleStage) -> Verification:
     """The policy of that name as the engine runs it."""
@@ -97,17 +105,11 @@ def load(target: TargetModel, drafter: BlockDrafter | None, requests: Sequence[R
     return found
 
 
-def prediction(report: Mapping[str, Any], num_requests: int, policy: str) -> Mapping[str, Any]:
-    """The replay's row, of requests without history counted as 1.0 as the engine does it. SystemExit when it was not replayed."""
-    rows = [
-        r for r in report["rows"] if (r["num_requests"], r["policy"]) == (num_requests, policy) and r["confidences"] in (None, CALIBRATED)
-    ]
-    if not rows:
-        raise SystemExit(f"--concurrency {num_requests}: not replayed. Fix: one of stage.schedule.concurrencies")
-    ratio = next(
-        (o["over_default"] for o in report["options"] if (o["num_requests"], o["policy"], o.get("new_requests")) == (num_requests, policy, "one")), 1.0
-    )  # fmt: skip
-    return {**rows[0], "throughput_tokens_per_second": rows[0]["throughput_tokens_per_second"] * ratio}
+def recorded(trace: Artifact, block_size: int, calibration: Calibration) -> dict[str, ReplayText]:
+    """By the prompt's id, the blocks at every anchor of its text."""
+    rounds = read_rounds(trace, "positions", "test")
+    names = dict.fromkeys(r.request_id.rpartition("/")[2] for r in rounds)
+    return dict(zip(names, texts_from_rounds(rounds, block_size, calibration.confidence), strict=True))
 
 
 def figure(rows: Sequence[tuple[int, str, float, float]]) -> bytes:
@@ -131,37 +133,37 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
     parser.add_argument("--prompts", type=int, default=12, help="at concurrency 1; of more at once, so many and 2 for each slot")
-    parser.add_argument("--new-tokens", type=int, default=160)
     parser.add_argument("--figure", type=Path, default=PROJECT_ROOT / "artifacts" / "live.png")
     arguments = parser.parse_args()
     torch.set_num_threads(os.cpu_count() or 1)
     print(machine(), flush=True)
-    artifacts = planned_artifacts("train", "calibrate", "profile_sps", "schedule")
-    stage = compose([])[0].stage.schedule
+    artifacts = planned_artifacts("trace", "calibrate", "profile_sps")
+    stages = compose([])[0].stage
     trained: Trained = trained_drafters()[0]
     target, drafter = trained.load(fast_dtype())
     calibration = Calibration.from_json(open_storage(artifacts["calibrate"].uri).read(CalibrationArtifact.CALIBRATION), drafter.block_size)
-    report = json.loads(open_storage(artifacts["schedule"].uri).read(ScheduleReport.REPORT))
+    text_of = recorded(artifacts["trace"], drafter.block_size, calibration)
     profile = step_profile(read_profile(artifacts["profile_sps"], {"block_size": drafter.block_size}), ENGINE)
+    replays = replace(replay_config(stages.schedule), new_requests="one")  # as the engine does it
+    known = [request for request in trained.held_out.requests(10**6, ()) if request.id in text_of]
     rows = []
     for num_requests in arguments.concurrency:
         num_prompts = arguments.prompts + 2 * num_requests * (num_requests > 1)
-        known = trained.held_out.requests(10**6, ())
         requests = [replace(known[i % len(known)], id=str(i)) for i in range(num_prompts)]
+        texts = [text_of[known[i % len(known)].id] for i in range(num_prompts)]
+        cost = profile.at(mean_context_tokens(texts), num_requests)
         for policy in arguments.policies:
-            predicted = prediction(report, num_requests, policy)
-            cost = profile.at(predicted["mean_context_tokens"], num_requests)
             config = DecodingConfig(
-                Sampling("greedy", 0.0), arguments.new_tokens, trained.held_out.stop_ids, num_requests, 0,
-                verification=verification(policy, cost, num_requests, calibration, stage),
+                Sampling("greedy", 0.0), stages.trace.max_new_tokens, trained.held_out.stop_ids, num_requests, 0,
+                verification=verification(policy, cost, num_requests, calibration, stages.schedule),
             )  # fmt: skip
             found = load(target, None if policy == "none" else drafter, requests, config)
-            expected = predicted["throughput_tokens_per_second"]
-            rows.append((num_requests, policy, found.throughput, expected))
-            budget = statistics.fmean(found.budgets) / num_requests
+            expected = replay(texts, policy, cost, num_requests, replays)
+            rows.append((num_requests, policy, found.throughput, expected.throughput_tokens_per_second))
             print(
-                f"live  {num_requests:3d} at once  {policy:16s} {found.throughput:7.1f} tokens/s, replay {expected:7.1f} = {found.throughput / expected:.3f}"
-                f"   budget {budget:.2f}, replay {predicted['mean_budget_tokens']:.2f}",
+                f"live  {num_requests:3d} at once  {policy:24s} {found.throughput:6.1f} tokens/s, replay {expected.throughput_tokens_per_second:6.1f}"
+                f" = {found.throughput / expected.throughput_tokens_per_second:.3f}   accepted length {found.accepted_length:.3f}, replay "
+                f"{expected.mean_accepted_length:.3f}   verified a request {found.budget:.2f}, replay {expected.mean_budget_tokens:.2f}",
                 flush=True,
             )
     arguments.figure.write_bytes(figure(rows))

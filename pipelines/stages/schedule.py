@@ -8,7 +8,7 @@ with intervals. Costs are those of the decoding engine behind the mean context o
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dspark.storage import Storage
 from pipelines import artifacts
@@ -18,8 +18,12 @@ from pipelines.dag import Artifact, Outcome, file_checksums
 from pipelines.flow import ScheduleConfig
 from pipelines.runner import Progress, Work
 from pipelines.scheduling import CALIBRATED, figures, headline, make_report
+from pipelines.settings import ScheduleStage
 from pipelines.stages.profile_sps import read_profile, step_profile
 from pipelines.stages.trace import read_rounds
+
+if TYPE_CHECKING:
+    from dspark.simulate import ReplayConfig
 
 ENGINE = "decoding"
 
@@ -36,7 +40,28 @@ def run(config: ScheduleConfig, inputs: Mapping[str, Artifact], out: Storage, wo
         texts[kind] = simulate.texts_from_rounds(rounds, config.block_size, fitted.confidence)
     texts["oracle"] = [text.with_true_confidences() for text in texts["raw"]]
     context_tokens = simulate.mean_context_tokens(texts["raw"])
-    replays = simulate.ReplayConfig(
+    total = len(stage.concurrencies)
+    work.report(Progress(0, total, "concurrencies"))
+    report = make_report(
+        texts,
+        lambda num_requests: costs.at(context_tokens, num_requests),
+        stage.concurrencies,
+        replay_config(stage),
+        stage.num_resamples,
+        lambda done: work.report(Progress(done, total, "concurrencies")),
+    )
+    facts = {"engine": ENGINE, "sps_identity": profile["identity"], "context_tokens": context_tokens}
+    out.put(ScheduleReport.REPORT, json.dumps({**facts, **report}, indent=1).encode())
+    drawn = figures(report)
+    for name, data in drawn.items():
+        out.put(name, data)
+    return Outcome(file_checksums(out, [ScheduleReport.REPORT, *drawn]), headline(report), tuple(drawn))
+
+
+def replay_config(stage: ScheduleStage) -> "ReplayConfig":
+    from dspark.simulate import ReplayConfig
+
+    return ReplayConfig(
         stage.thresholds,
         stage.num_steps,
         stage.num_warmup_steps,
@@ -48,22 +73,6 @@ def run(config: ScheduleConfig, inputs: Mapping[str, Artifact], out: Storage, wo
         stage.window_rounds,
         stage.probe_share,
     )
-    total = len(stage.concurrencies)
-    work.report(Progress(0, total, "concurrencies"))
-    report = make_report(
-        texts,
-        lambda num_requests: costs.at(context_tokens, num_requests),
-        stage.concurrencies,
-        replays,
-        stage.num_resamples,
-        lambda done: work.report(Progress(done, total, "concurrencies")),
-    )
-    facts = {"engine": ENGINE, "sps_identity": profile["identity"], "context_tokens": context_tokens}
-    out.put(ScheduleReport.REPORT, json.dumps({**facts, **report}, indent=1).encode())
-    drawn = figures(report)
-    for name, data in drawn.items():
-        out.put(name, data)
-    return Outcome(file_checksums(out, [ScheduleReport.REPORT, *drawn]), headline(report), tuple(drawn))
 
 
 def _fit(config: ScheduleConfig, inputs: Mapping[str, Artifact]) -> dict[str, Any]:
