@@ -20,12 +20,12 @@ import torch
 from dspark.calibration import Calibration
 from dspark.decoding import DecodingConfig, Request, StepTimes, Verification, decode
 from dspark.drafters.base import BlockDrafter
-from dspark.layers import fast_dtype
 from dspark.sampling import Sampling
 from dspark.scheduler import DraftGate, admit, admit_async, static_policy
 from dspark.simulate import ReplayText, mean_context_tokens, replay, texts_from_rounds
 from dspark.step_cost import StepCost
 from dspark.target import TargetModel
+from dspark.training import DTYPES
 from pipelines.artifacts import Calibration as CalibrationArtifact
 from pipelines.backends.object_store import open_storage
 from pipelines.config import PROJECT_ROOT, compose
@@ -134,13 +134,14 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
     parser.add_argument("--prompts", type=int, default=12, help="at concurrency 1; of more at once, so many and 2 for each slot")
     parser.add_argument("--figure", type=Path, default=PROJECT_ROOT / "artifacts" / "live.png")
+    parser.add_argument("--with", dest="overrides", nargs="+", default=[], help="overrides of the run whose drafter and profile are used")
     arguments = parser.parse_args()
     torch.set_num_threads(os.cpu_count() or 1)
     print(machine(), flush=True)
-    artifacts = planned_artifacts("trace", "calibrate", "profile_sps")
-    stages = compose([])[0].stage
-    trained: Trained = trained_drafters()[0]
-    target, drafter = trained.load(fast_dtype())
+    artifacts = planned_artifacts("train", "trace", "calibrate", "profile_sps", overrides=arguments.overrides)
+    stages = compose(arguments.overrides)[0].stage
+    trained: Trained = trained_drafters([artifacts["train"].uri])[0]
+    target, drafter = trained.load(DTYPES[stages.profile_sps.precision])
     calibration = Calibration.from_json(open_storage(artifacts["calibrate"].uri).read(CalibrationArtifact.CALIBRATION), drafter.block_size)
     text_of = recorded(artifacts["trace"], drafter.block_size, calibration)
     profile = step_profile(read_profile(artifacts["profile_sps"], {"block_size": drafter.block_size}), ENGINE)

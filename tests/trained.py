@@ -76,14 +76,16 @@ def trained_drafters(folders: Sequence[str] | None = None) -> list[Trained]:
     return [Trained(folder, prompts) for folder in folders or [planned_artifacts("train")["train"].uri]]
 
 
-def planned_artifacts(*steps: str) -> dict[str, Artifact]:
-    """What `make pipeline` has made, by step. SystemExit when one is not there."""
-    settings, _ = compose([])
+def planned_artifacts(*steps: str, overrides: Sequence[str] = ()) -> dict[str, Artifact]:
+    """What `make pipeline` has made with these overrides, by step. SystemExit when one is not there."""
+    settings, _ = compose(list(overrides))
     root = open_storage(flow.absolute(settings.cluster.root))
     found = {}
     for item in runner.plan(flow.build(settings), root):
         if item.verdict.is_hit and item.verdict.record is not None:
             found[item.step.name] = item.step.artifact(f"{root.uri}/{item.step.folder}", item.verdict.record)
     if missing := [step for step in steps if step not in found]:
-        raise SystemExit(f'{missing[0]}: not there. Fix: make pipeline ARGS="until={missing[0]}", or name a drafter with --drafter FOLDER')
+        raise SystemExit(
+            f'{missing[0]}: not there. Fix: make pipeline ARGS="{" ".join([*overrides, f"until={missing[0]}"])}", or name a drafter with --drafter FOLDER'
+        )
     return found
