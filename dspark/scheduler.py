@@ -298,7 +298,7 @@ class DraftGate:
         self._lost_LS, self._has_drafted_LS = np.zeros((lag_rounds, *shape)), np.zeros((lag_rounds, *shape), dtype=bool)
         # Of the mean, a quotient of two sums that forget at the same pace. It begins as if some rounds had lost nothing: fewer, and the
         # chance of the first ones would close the gate for long; more, and where drafting never pays the start would cost too much.
-        self._lost_S, self._weight_S = np.zeros(shape), np.full(shape, 1.0 - self._kept(max(window_rounds // 4, 1)))
+        self._lost_S, self._weight_S = np.zeros(shape), np.full(shape, 1.0 - self._kept(max(window_rounds // 2, 1)))
         self._num_skipped_S, self._num_steps = np.zeros(shape, dtype=np.int64), 0
 
     def opens(self, num_requests: int, lost_seconds_S: np.ndarray | None = None) -> np.ndarray:

@@ -138,7 +138,7 @@ class _Loop:
         self.drafted, self.lost = [], []
         self.kept = (1 - 1 / config.window_rounds) ** num_requests
         self.sums, self.weight, self.skipped = [0.0] * block_size, 0.0, 0
-        self.lost_sum, self.lost_weight = 0.0, 1 - (1 - 1 / config.window_rounds) ** (config.window_rounds // 4)
+        self.lost_sum, self.lost_weight = 0.0, 1 - (1 - 1 / config.window_rounds) ** (config.window_rounds // 2)
 
     def __call__(self, rows):
         L, is_early = self.config.lag_rounds, "async" not in self.policy
