@@ -22,6 +22,7 @@ SERVED = "scheduler_async_or_none"
 LOSSLESS = ("scheduler", "scheduler_or_none", "scheduler_async", SERVED)
 COMPARED = ("scheduler", "scheduler_async", SERVED)  # with every kind of confidences, with intervals
 PADDED = ("scheduler", "scheduler_async", "scheduler_global")
+LEAST_STEPS = 30  # of a replay of resampled texts
 LEAST_RATIO = 0.99  # to the best static policy, and of the oracle to any other
 MOST_RISE_TOKENS = 0.1  # of the budget, from one concurrency to the next
 FIGURES = ("pareto.png", "budget.png", "calibration.png")
@@ -116,9 +117,9 @@ def _calibration(
     from dspark.simulate import ratio, resample, resampled
 
     num_anchors = sum(len(text.accepted_A) for text in texts["raw"])
-    # A sample is replayed for about one pass over its texts, and not shorter than the warm-up.
-    num_steps = min(config.num_steps, max(config.num_warmup_steps, num_anchors // num_requests, 1))
-    config = replace(config, num_steps=num_steps, num_rounds=num_anchors)
+    # A sample is replayed for about one pass over its texts, behind a start that is no longer.
+    num_steps = min(config.num_steps, max(LEAST_STEPS, num_anchors // num_requests))
+    config = replace(config, num_steps=num_steps, num_warmup_steps=min(config.num_warmup_steps, num_steps), num_rounds=num_anchors)
     text_BN, found = resample(len(texts["raw"]), num_resamples, config.seed), []
     for policy in COMPARED:
         samples = {kind: resampled(of_kind, policy, cost, num_requests, config, text_BN) for kind, of_kind in texts.items()}
