@@ -82,6 +82,7 @@ class SpsTable:
         return self._sps_B.take(batch_tokens, mode="clip")
 
     def seconds(self, batch_tokens: int) -> float:
+        """Of one such step."""
         return 1.0 / float(self.sps(batch_tokens))
 
 

@@ -43,10 +43,11 @@ def hydra_main(function: Callable[[dict[str, Any], list[str]], None]) -> None:
     from hydra.types import RunMode
     from omegaconf import DictConfig
 
-    _register()
     if not any(word.startswith("-") for word in sys.argv[1:]):
         function(compose(sys.argv[1:])[1], [])
         return
+
+    _register()
 
     @hydra.main(version_base="1.3", config_path=str(PROJECT_ROOT / "conf"), config_name="config")
     def main(composed: DictConfig) -> None:

@@ -1,5 +1,6 @@
 """`make bench`: hot paths beside a baseline, measured in the same run and printed as ratios.
 
+    product     few fp32 rows times a layer's weights, filled up to a quick number of columns against as many as there are
     attention   block attention over [context ; own block] against dense-mask attention over [context ; all blocks]
     admission   Algorithm 1 on arrays against the oracle's loop over tokens, one scheduling step
     sts         Sequential Temperature Scaling, fit in blocks that stay in cache against whole columns (numpy uses one core)
@@ -20,7 +21,7 @@ import torch
 
 from dspark.blocks import attention_mask
 from dspark.calibration import GRID, fit, sigmoid
-from dspark.layers import attend
+from dspark.layers import attend, product
 from dspark.metrics import ece
 from dspark.scheduler import SpsTable, admit
 
@@ -37,6 +38,16 @@ def interleaved(subjects: dict[str, Callable[[], object]], repeats: int = REPEAT
             if repeat:
                 seconds[name].append(time.perf_counter() - started)
     return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def bench_product(num_rows: int) -> None:
+    """Weights of 30 layers after each other: more than the processor's cache holds."""
+    weights, x = [torch.randn(3072, 576) for _ in range(30)], torch.randn(num_rows, 576)
+    subjects = {"ours": lambda: [product(x, w) for w in weights], "as is": lambda: [(w @ x.T).T.contiguous() for w in weights]}
+    found = {name: seconds / len(weights) for name, seconds in interleaved(subjects).items()}
+    print(
+        f"product     M={num_rows:4d}   ours {found['ours'] * 1e3:8.2f} ms   as is {found['as is'] * 1e3:8.2f} ms   ratio {found['ours'] / found['as is']:.2f}"
+    )
 
 
 def bench_attention(num_tokens: int, num_anchors: int) -> None:
@@ -117,6 +128,8 @@ def main() -> None:
         subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip() or "unknown"
     )
     print(f"commit {commit}, {platform.machine()}, {os.cpu_count()} CPUs, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}")
+    for num_rows in (7, 15, 16, 39, 40):
+        bench_product(num_rows)
     for num_tokens, num_anchors in ((256, 24), (1024, 96)):
         bench_attention(num_tokens, num_anchors)
     bench_admission(num_requests=256, block_size=7)

@@ -5,7 +5,8 @@
     batch   prompts a second of 16 at once over those of one at a time, and the accepted length of both
     ragged  R requests that verify 0 to 7 draft tokens each, as they are, against all of them padded to the longest
 
-In bf16, and in fp32 on a processor that emulates it. All take turns, medians are printed; compare ratios, not seconds. `make bench-decode ARGS="ragged"` runs one part.
+In bf16, and in fp32 on a processor that emulates it. All take turns, medians are printed; compare ratios, not seconds.
+`make bench-decode ARGS="ragged"` runs one part.
 """
 
 import argparse

@@ -59,6 +59,7 @@ def run(config: ScheduleConfig, inputs: Mapping[str, Artifact], out: Storage, wo
 
 
 def replay_config(stage: ScheduleStage) -> "ReplayConfig":
+    """What of the settings a replay reads."""
     from dspark.simulate import ReplayConfig
 
     return ReplayConfig(
