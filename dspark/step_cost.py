@@ -51,9 +51,11 @@ class StepTiming:
         return self.verify_seconds + self.overhead_seconds
 
 
-def even_lengths(batch_tokens: int, num_requests: int) -> np.ndarray:
-    """[R]: drafted tokens of each request in a step of so many tokens, anchors included, as even as can be."""
-    return np.full(num_requests, batch_tokens // num_requests - 1) + (np.arange(num_requests) < batch_tokens % num_requests)
+def random_lengths(batch_tokens: int, num_requests: int, block_size: int, generator: np.random.Generator) -> np.ndarray:
+    """[R]: drafted tokens of each request in a step of so many tokens, anchors included, as uneven as those of a scheduler: an engine may
+    pad what it does to the longest. Every choice among the blocks' tokens is as likely."""
+    drafted = generator.permutation(num_requests * block_size)[: batch_tokens - num_requests]
+    return np.bincount(drafted // block_size, minlength=num_requests)
 
 
 def check_timings(timings: Sequence[StepTiming], max_spread: float, min_rank_correlation: float) -> None:

@@ -282,7 +282,7 @@ def _second_half(
     )
     profile_sps = Step(
         "profile_sps",
-        4,
+        5,
         "pipelines.stages.profile_sps:run",
         ProfileSpsConfig(stage.profile_sps, identity, block_size, stacks.probe(engines.num_cpus, engines.num_gpus)),
         {"drafter": train},

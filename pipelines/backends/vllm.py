@@ -45,7 +45,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 from vllm.inputs import TokensPrompt  # noqa: E402
 
 from dspark.layers import fast_dtype  # noqa: E402
-from dspark.step_cost import even_lengths  # noqa: E402
+from dspark.step_cost import random_lengths  # noqa: E402
 
 if TYPE_CHECKING:
     from dspark.target import TargetHead
@@ -179,7 +179,7 @@ class VerificationStep:
 class Verifier:
     """vLLM's own ragged verification steps, each of exactly so many tokens, to be timed.
 
-    What is verified comes from `ScriptedProposer`: the wanted number of drafted tokens, spread over the requests. Their contexts
+    What is verified comes from `ScriptedProposer`: the wanted number of drafted tokens, of requests drawn by chance. Their contexts
     are `NUM_CONTEXTS` texts, by turns and through the prefix cache, so that they are computed but once; these are more than a
     processor's caches hold, as the contexts of real requests are.
     """
@@ -245,7 +245,8 @@ class Verifier:
 class ScriptedProposer:
     """vLLM's `custom_class` speculation: drafts without sense, as many as make the next step one of `batch_tokens` tokens."""
 
-    def __init__(self, _config: object) -> None:
+    def __init__(self, config: Any) -> None:
+        self._block_size, self._generator = config.speculative_config.num_speculative_tokens, np.random.default_rng(0)
         self.batch_tokens: int | None = None  # no drafts
         self.num_requests = 0  # of the last step, for which a token was sampled
 
@@ -256,7 +257,7 @@ class ScriptedProposer:
         self.num_requests = sum(1 for ids in sampled_token_ids if ids)
         if self.batch_tokens is None:
             return [[] for _ in sampled_token_ids]
-        lengths = even_lengths(self.batch_tokens, len(sampled_token_ids))
+        lengths = random_lengths(self.batch_tokens, len(sampled_token_ids), self._block_size, self._generator)
         return [[i % 2] * length for i, length in enumerate(lengths.tolist())]
 
 

@@ -2,9 +2,9 @@
 
 Every number of requests R behind every context length, in random order; of each, a step of every size, R to R * (K + 1) verified tokens,
 in random order. All of that is repeated (large sizes half as often), so that a machine that changes its pace shows in every size, and
-bends none of the curves. A step is a real one of
+bends none of the curves. Which requests the tokens belong to is drawn anew for each step. A step is a real one of
 
-    decoding   `dspark.decoding.decode` with the trained drafter (dspark/profiling.py)
+    decoding   `dspark.decoding.decode` with the trained drafter (dspark/profiling.py), behind contexts of different lengths
     vllm       vLLM's own scheduler, model runner and rejection test on drafts without sense: it cannot run the drafter on a CPU,
                so nothing is drafted and `draft_seconds` are 0
 
@@ -79,7 +79,8 @@ def run(config: ProfileSpsConfig, inputs: Mapping[str, Artifact], out: Storage, 
         "definitions": {
             "verify_seconds": "median of a step but for its drafting; overhead_seconds are the part of it outside of the verification",
             "verify_spread": "interquartile range over median",
-            "context_tokens": "cached when a decoding began; it grows by 32 tokens at most (decoding), or by what the steps emit (vllm)",
+            "context_tokens": "cached when a decoding began, mean over the requests (decoding: half to one and a half of it; vllm: all the "
+            "same); it grows by 32 tokens at most (decoding), or by what the steps emit (vllm)",
         },
         "engines": curves,
     }
@@ -122,7 +123,8 @@ class Profiler:
         settings, stage = self._settings, self._stage
         decoder = Decoder(DecoderSettings(settings.target_uri, settings.drafter_uri, settings.config.target.weights, 0, 0, 0, 0))
         target, drafter = decoder.models(stage.precision)
-        return lambda context_tokens, num_requests, order: timed_steps(target, drafter, context_tokens, num_requests, order, stage.seed)
+        seeds = itertools.count(stage.seed)
+        return lambda context_tokens, num_requests, order: timed_steps(target, drafter, context_tokens, num_requests, order, next(seeds))
 
     def _vllm(self) -> "Callable[[int, int, Sequence[int]], Iterable[StepTiming]]":
         from dspark.step_cost import StepTiming
@@ -142,9 +144,10 @@ class Profiler:
 
 
 def _sizes(stage: ProfileSpsStage, num_requests: int, block_size: int, repeat: int) -> list[int]:
-    """Of the grid those that so many requests can verify, the least and the most always; the large ones in every other repeat."""
+    """Of the grid those that so many requests can verify, and always the most, the least and one more: where requests are not all of one
+    length any more, an engine may take a stair. The large ones in every other repeat."""
     least, most = num_requests, num_requests * (block_size + 1)
-    sizes = {least, most, *(size for size in stage.batch_tokens if least < size < most)}
+    sizes = {least, least + 1, most, *(size for size in stage.batch_tokens if least < size < most)}
     return sorted(size for size in sizes if size <= LARGE_TOKENS or repeat % 2 == 0)
 
 

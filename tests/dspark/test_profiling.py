@@ -1,4 +1,4 @@
-"""Timed steps of the decoding engine: of the sizes that were asked for, as many as asked for, behind the context asked for."""
+"""Timed steps of the decoding engine: of the sizes that were asked for, as many as asked for, behind the contexts asked for."""
 
 import dataclasses
 
@@ -32,13 +32,13 @@ def drafter(tiny_target, target):
 
 
 class _Recorded:
-    """The target, and what it was asked to compute: (requests, tokens, first position) of each forward."""
+    """The target, and what it was asked to compute: (requests, tokens, first positions) of each forward."""
 
     def __init__(self, target):
         self.device, self.shape, self.logits, self._target, self.steps = target.device, target.shape, target.logits, target, []
 
     def forward(self, step, cache):
-        self.steps.append((len(step.lengths_R), len(step.tokens_S), int(step.positions_S[0])))
+        self.steps.append((len(step.lengths_R), len(step.tokens_S), step.positions_S[step.starts_R].tolist()))
         return self._target.forward(step, cache)
 
 
@@ -49,11 +49,15 @@ def test_timed_steps_are_those_that_the_engine_ran(target, drafter, num_requests
     timings = timed_steps(recorded, drafter, CONTEXT_TOKENS, num_requests, sizes, seed=0)
     assert [(t.context_tokens, t.num_requests, t.batch_tokens) for t in timings] == [(CONTEXT_TOKENS, num_requests, size) for size in sizes]
     assert all(t.draft_seconds > 0.0 and t.verify_seconds > 0.0 and t.overhead_seconds >= 0.0 for t in timings)
-    prompts, rounds = ([s for s in recorded.steps if (s[2] > 0) == is_round] for is_round in (False, True))
-    assert {*prompts} == {(1, CONTEXT_TOKENS, 0)}  # one request's, whatever their number
+    prompts, rounds = ([s for s in recorded.steps if any(s[2]) == is_round] for is_round in (False, True))
+    contexts = {1: [CONTEXT_TOKENS], 3: [26, 20, 13]}[num_requests]
+    assert all(found == (1, contexts[0], [0]) for found in prompts)  # one request's, whatever their number
     assert len(prompts) > 1
     assert len(rounds) == len(sizes) + len(prompts)  # the first of each decoding is not counted
-    assert all(num == num_requests and CONTEXT_TOKENS <= start <= CONTEXT_TOKENS + GROWTH_TOKENS for num, _, start in rounds)
+    assert all(num == num_requests for num, _, _ in rounds)
+    assert all(
+        context <= start <= context + GROWTH_TOKENS for _, _, found in rounds for context, start in zip(contexts, found, strict=True)
+    )
 
 
 def test_timed_steps_begin_anew_when_accepted_drafts_end_a_request_before_the_others(target):
@@ -63,14 +67,14 @@ def test_timed_steps_begin_anew_when_accepted_drafts_end_a_request_before_the_ot
     assert [(t.num_requests, t.batch_tokens) for t in timings] == [(4, size) for size in sizes]
 
 
-def test_copied_prompt_leaves_what_computing_each_leaves(target):
-    ids, slots = list(range(10, 10 + CONTEXT_TOKENS)), [0, 1, 2]
+def test_copied_prompts_leave_what_computing_each_leaves(target):
+    ids, lengths, slots = list(range(10, 10 + CONTEXT_TOKENS)), [CONTEXT_TOKENS, 11, 7], [0, 1, 2]
     prompts, following = (
-        Step.of([ids] * 3, [0] * 3, slots, target.device),
-        Step.of([[1, 2], [3], [4, 5]], [CONTEXT_TOKENS] * 3, slots, target.device),
+        Step.of([ids[:length] for length in lengths], [0] * 3, slots, target.device),
+        Step.of([[1, 2], [3], [4, 5]], lengths, slots, target.device),
     )
     found = []
-    for model in (target, profiling._OnePrompt(target)):
+    for model in (target, profiling._CopiedPrompts(target)):
         cache = KeyValueCache(3, CONTEXT_TOKENS + 2)
         found.append([model.forward(prompts, cache), model.forward(following, cache)])
     for one, other in zip(*found, strict=True):
@@ -116,7 +120,7 @@ def test_engine_that_verifies_another_number_is_found_out(target, drafter, monke
 
 def test_text_of_timed_steps_is_the_targets(target, drafter):
     """Copied prompts change nothing of what is decoded."""
-    requests = [Request(str(i), tuple(range(3, 3 + CONTEXT_TOKENS))) for i in range(3)]
+    requests = [Request(str(i), tuple(range(3, 3 + CONTEXT_TOKENS - 4 * i))) for i in range(3)]
     config = DecodingConfig(Sampling("greedy", 0.0), 12, (), 3, 0)
-    texts = [[c.token_ids for c in decode(model, drafter, requests, config)] for model in (target, profiling._OnePrompt(target))]
+    texts = [[c.token_ids for c in decode(model, drafter, requests, config)] for model in (target, profiling._CopiedPrompts(target))]
     assert texts[0] == texts[1]

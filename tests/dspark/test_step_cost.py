@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from dspark.step_cost import Curve, StepCost, StepProfile, StepTiming, check_timings, spread
+from dspark.step_cost import Curve, StepCost, StepProfile, StepTiming, check_timings, random_lengths, spread
 
 COST = StepCost((1, 4, 16), (0.002, 0.003, 0.009), (1, 8, 16, 32, 128), (0.01, 0.012, 0.012, 0.02, 0.08))
 
@@ -167,6 +167,19 @@ def test_timings_with_one_noisy_size_in_twenty_are_accepted():
         max_spread=0.2,
         min_rank_correlation=0.7,
     )
+
+
+def test_random_lengths_are_of_the_size_asked_for_and_uneven():
+    generator = np.random.default_rng(0)
+    for batch_tokens in (8, 9, 24, 63, 64):
+        found = np.stack([random_lengths(batch_tokens, 8, 7, generator) for _ in range(200)])
+        assert (found.sum(axis=1) == batch_tokens - 8).all()
+        assert found.min() >= 0
+        assert found.max() <= 7
+        mean = (batch_tokens - 8) / 8
+        np.testing.assert_allclose(found.mean(axis=0), mean, atol=0.5)
+    found = random_lengths(24, 8, 7, generator)
+    assert found.max() > found.min()
 
 
 def test_spread_is_interquartile_range_over_median():

@@ -29,8 +29,8 @@ IDENTITY = {
 
 def test_sizes_of_a_number_of_requests_are_the_grids_with_both_ends_and_large_ones_half_as_often():
     assert [_sizes(STAGE, 1, 3, repeat) for repeat in range(2)] == [[1, 2, 3, 4]] * 2
-    assert [_sizes(STAGE, 64, 3, repeat) for repeat in range(2)] == [[64, 256]] * 2
-    assert [_sizes(STAGE, 256, 3, repeat) for repeat in range(3)] == [[256, 512, 600, 1024], [256], [256, 512, 600, 1024]]
+    assert [_sizes(STAGE, 64, 3, repeat) for repeat in range(2)] == [[64, 65, 256]] * 2
+    assert [_sizes(STAGE, 256, 3, repeat) for repeat in range(3)] == [[256, 257, 512, 600, 1024], [256], [256, 257, 512, 600, 1024]]
 
 
 @pytest.fixture
