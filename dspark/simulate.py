@@ -149,7 +149,6 @@ class ReplayConfig:
     skips_by: Literal["outcomes", "confidences"]  # what drafting is worth: what drafted steps came to, or what their confidences promise
     window_rounds: int  # of requests, over which that and the mean are taken
     probe_share: float  # of the time, for draft passes that only look whether drafting pays again
-    padded_to: tuple[int, ...] = ()  # a step takes as long as the next larger of these sizes (CUDA graphs); (): as measured
 
     def __post_init__(self) -> None:
         least_of = {"num_steps": 1, "num_warmup_steps": 0, "num_rounds": 1, "lag_rounds": 1, "window_rounds": 1, "probe_share": 0}
@@ -253,8 +252,6 @@ def _play(
     """Each row of `text_BN` is replayed until it has config.num_rounds; its replays stand side by side in S."""
     _check(texts, policy, cost, num_requests, config)
     tables = [cost.table(num_requests, is_drafting=drafts) for drafts in (False, True)]  # of a step without, and with a draft pass
-    if config.padded_to:
-        tables = [_padded(table, config.padded_to) for table in tables]
     confidence_PK = np.concatenate([text.confidence_AK for text in texts])
     accepted_P, proposed_P, remaining_P, context_P = (
         np.concatenate([getattr(text, name) for text in texts]) for name in ("accepted_A", "proposed_A", "remaining_A", "context_A")
@@ -405,14 +402,6 @@ class _State:
         return stale_SRK
 
 
-def _padded(table: SpsTable, sizes: Sequence[int]) -> SpsTable:
-    """The table of an engine that rounds a step up to the next of these sizes: a staircase."""
-    edges = np.unique([1, *sizes, *(size + 1 for size in sizes[:-1])])
-    padded = np.asarray(sizes)[np.searchsorted(sizes, edges)]
-    draft, verify = (np.interp(padded, table.batch_tokens, seconds) for seconds in (table.draft_seconds, table.verify_seconds))
-    return SpsTable(tuple(edges.tolist()), tuple(draft.tolist()), tuple(verify.tolist()))
-
-
 def _check(texts: Sequence[ReplayText], policy: str, cost: StepCost, num_requests: int, config: ReplayConfig) -> None:
     block_sizes = sorted({text.confidence_AK.shape[1] for text in texts})
     if len(block_sizes) != 1:
@@ -423,10 +412,9 @@ def _check(texts: Sequence[ReplayText], policy: str, cost: StepCost, num_request
     if num_requests < 1:
         raise ValueError(f"num_requests: {num_requests} must be at least 1. Fix: leave this concurrency out")
     largest = num_requests * (1 + block_sizes[0])
-    probed = [("cost.num_requests", num_requests, cost.num_requests), ("cost.batch_tokens", largest, cost.batch_tokens)]
-    for name, needed, probes in [*probed, *([("replay.padded_to", largest, config.padded_to)] if config.padded_to else [])]:
+    for name, needed, probes in (("num_requests", num_requests, cost.num_requests), ("batch_tokens", largest, cost.batch_tokens)):
         if needed > probes[-1]:
             raise ValueError(
-                f"{name}: probed to {probes[-1]}, {num_requests} requests of up to {1 + block_sizes[0]} tokens need {needed}; beyond the "
+                f"cost.{name}: probed to {probes[-1]}, {num_requests} requests of up to {1 + block_sizes[0]} tokens need {needed}; beyond the "
                 "last probe all is free. Fix: profile larger steps, or leave this concurrency out"
             )

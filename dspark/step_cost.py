@@ -11,9 +11,10 @@ requests, and `StepProfile.at` interpolates between curves.
 Shapes: C context lengths, R numbers of requests, B sizes of a step in tokens, N timings.
 """
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -130,6 +131,18 @@ class StepCost:
         """Steps per second of this many requests by verified tokens. The draft pass takes as long however many are admitted."""
         draft_seconds = float(np.interp(num_requests, self.num_requests, self.draft_seconds)) if is_drafting else 0.0
         return SpsTable(self.batch_tokens, (draft_seconds,) * len(self.batch_tokens), self.verify_seconds)
+
+    def linear(self) -> "StepCost":
+        """The nearest cost without stairs: linear in the tokens, least squares of the relative errors; nowhere below the cheapest probe."""
+        tokens_B, seconds_B = np.array(self.batch_tokens), np.array(self.verify_seconds)
+        (fixed, slope), *_ = np.linalg.lstsq(np.stack([1.0 / seconds_B, tokens_B / seconds_B], axis=1), np.ones(len(tokens_B)), rcond=None)
+        return replace(self, verify_seconds=tuple(np.maximum(fixed + slope * tokens_B, seconds_B.min()).tolist()))
+
+    def padded(self) -> "StepCost":
+        """Of an engine that pads each step to the next probe, as CUDA graphs do: a staircase."""
+        edges = sorted({1, *self.batch_tokens, *(size + 1 for size in self.batch_tokens[:-1])})
+        seconds = [self.verify_seconds[bisect_left(self.batch_tokens, edge)] for edge in edges]
+        return replace(self, batch_tokens=tuple(edges), verify_seconds=tuple(seconds))
 
 
 @dataclass(frozen=True)

@@ -292,7 +292,7 @@ def _second_half(
     )
     schedule = Step(
         "schedule",
-        3,
+        4,
         "pipelines.stages.schedule:run",
         ScheduleConfig(stage.schedule, stage.calibrate, block_size),
         {"rounds": trace, "calibration": calibrate, "profile": profile_sps},

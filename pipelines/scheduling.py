@@ -21,7 +21,7 @@ CALIBRATED = "sts"  # what a release is served with
 SERVED = "scheduler_async_or_none"
 LOSSLESS = ("scheduler", "scheduler_or_none", "scheduler_async", SERVED)
 COMPARED = ("scheduler", "scheduler_async", SERVED)  # with every kind of confidences, with intervals
-PADDED = ("scheduler", "scheduler_async", "scheduler_global")
+SEARCHES = ("scheduler", "scheduler_async", "scheduler_global")
 LEAST_STEPS = 30  # of a replay of resampled texts
 LEAST_RATIO = 0.99  # to the best static policy, and of the oracle to any other
 MOST_RISE_TOKENS = 0.1  # of the budget, from one concurrency to the next
@@ -39,8 +39,8 @@ def make_report(
     progress: Callable[[int], None],
 ) -> dict[str, Any]:
     """Of the same texts by kind of confidences, CALIBRATED and "raw" among them; `progress` gets the number of concurrencies done."""
-    report: dict[str, Any] = {"schema_version": 2, "calibrated": CALIBRATED, "served": SERVED, "num_texts": len(texts[CALIBRATED])}
-    parts: dict[str, list[dict[str, Any]]] = {name: [] for name in ("rows", "calibration", "static", "oracle", "early_stop", "options")}
+    report: dict[str, Any] = {"schema_version": 3, "calibrated": CALIBRATED, "served": SERVED, "num_texts": len(texts[CALIBRATED])}
+    parts: dict[str, list[dict[str, Any]]] = {name: [] for name in ("rows", "calibration", "static", "oracle", "tables", "options")}
     for done, num_requests in enumerate(concurrencies, 1):
         cost = cost_of(num_requests)
         rows = _rows(texts, cost, num_requests, config)
@@ -48,7 +48,7 @@ def make_report(
         parts["calibration"] += _calibration(texts, cost, num_requests, config, num_resamples, rows)
         parts["static"].append(_static(num_requests, rows))
         parts["oracle"].append(_oracle(num_requests, rows))
-        parts["early_stop"] += _early_stop(texts[CALIBRATED], cost, num_requests, config, rows)
+        parts["tables"] += _tables(texts[CALIBRATED], cost, num_requests, config, rows)
         parts["options"] += _options(texts, cost, num_requests, config, rows)
         progress(done)
     return {**report, **parts, "checks": _checks(parts), "definitions": DEFINITIONS}
@@ -66,12 +66,15 @@ DEFINITIONS = {
     "static": "fixed k by throughput, 0 is no drafting; a drafter of blocks drafts all K whatever k is. recommended_k: the best, for engines "
     "that cannot schedule",
     "oracle": "the step-wise best admission that knows the outcomes, over the scheduler as served and over the best static policy, less 1",
-    "early_stop": "Algorithm 1 against the global search on the same current confidences, which is not lossless; loss: 1 - their ratio. "
-    "padded: each step takes as long as the next larger measured size, as with CUDA graphs",
+    "tables": "what stairs of the costs do to calibrated schedulers. measured: the costs as they are; linear: the nearest ones without stairs; "
+    "padded: each step takes as long as the next larger measured size, as with CUDA graphs. loss: of Algorithm 1, which stops early, 1 - its "
+    "throughput over that of the global search on the same current confidences, which is not lossless. budget: mean_budget_tokens as served",
     "options": "the same policy with another setting, over its default",
     "served": "what is recommended: the asynchronous scheduler that leaves out a draft pass that does not pay. Engines of today draft in every "
     "step, as scheduler and scheduler_async do here",
-    "checks": "value against bound. Schedulers that may leave out the draft pass over every static policy, others over those that draft. is_unimodal: with R requests of mean survivals Theta has one peak, so that an early stop finds it",
+    "checks": "value against bound. Schedulers that may leave out the draft pass over every static policy, others over those that draft; on the "
+    "linear costs, too, where neither an early stop nor a budget that rises has a stair for its reason. is_unimodal: with R requests of mean "
+    "survivals Theta has one peak, so that an early stop finds it",
 }
 
 
@@ -158,37 +161,39 @@ def _oracle(num_requests: int, rows: Sequence[Row]) -> dict[str, Any]:
     return {"num_requests": num_requests, "gap": gap, "best_static": static, "gap_of_best_static": oracle / throughput - 1.0}
 
 
-def _early_stop(
+def _tables(
     texts: "Sequence[ReplayText]", cost: "StepCost", num_requests: int, config: "ReplayConfig", rows: Sequence[Row]
 ) -> list[dict[str, Any]]:
-    """Calibrated; on the table as it was measured, and on one that is a staircase."""
-    from dspark.simulate import sweep
+    """Calibrated; on the costs as they were measured, without stairs, and with one at every probe."""
+    from dspark.simulate import policy_names, sweep
 
-    block_size, found = texts[0].confidence_AK.shape[1], []
-    names = [*PADDED, "none", *(f"fixed_{k}" for k in range(1, block_size + 1))]
-    stairs = sweep(texts, cost, (num_requests,), replace(config, padded_to=cost.batch_tokens), names)
-    for is_padded in (False, True):
-        by_name = {row.policy: row.throughput_tokens_per_second for row in stairs}
-        if not is_padded:
-            by_name = {
-                r["policy"]: r["throughput_tokens_per_second"]
-                for r in rows
-                if r["policy"] in names and r["confidences"] in (None, CALIBRATED)
-            }
-        fixed = {name: throughput for name, throughput in by_name.items() if name not in PADDED}
-        best = max(fixed, key=fixed.__getitem__)
+    names = [
+        name for name in policy_names(texts[0].confidence_AK.shape[1], config.thresholds) if name not in ("oracle", "scheduler_or_none")
+    ]
+    found = []
+    for table, other in {"measured": None, "linear": cost.linear(), "padded": cost.padded()}.items():
+        if other is not None:
+            rows = [{"confidences": CALIBRATED, **asdict(row)} for row in sweep(texts, other, (num_requests,), config, names)]
+        early, stale, best = (_throughput(rows, name, CALIBRATED) for name in SEARCHES)
+        static, throughput = _best_static(rows, is_drafting=True)
         found.append(
             {
                 "num_requests": num_requests,
-                "is_padded": is_padded,
-                "is_unimodal": _is_unimodal(texts, cost, num_requests) if not is_padded else None,
-                "loss": 1.0 - by_name["scheduler"] / by_name["scheduler_global"],
-                "loss_of_async": 1.0 - by_name["scheduler_async"] / by_name["scheduler_global"],
-                "best_fixed": best,
-                "scheduler_over_best_fixed": by_name["scheduler"] / fixed[best],
+                "table": table,
+                "is_unimodal": _is_unimodal(texts, other or cost, num_requests),
+                "loss": 1.0 - early / best,
+                "loss_of_async": 1.0 - stale / best,
+                "best_static": static,
+                "scheduler_over_best_static": early / throughput,
+                "budget": _budget(rows),
             }
         )
     return found
+
+
+def _budget(rows: Sequence[Row]) -> float:
+    """As served."""
+    return next(r["mean_budget_tokens"] for r in rows if (r["policy"], r["confidences"]) == (SERVED, CALIBRATED))
 
 
 def _is_unimodal(texts: "Sequence[ReplayText]", cost: "StepCost", num_requests: int) -> bool:
@@ -220,27 +225,31 @@ def _options(
 
 
 def _checks(parts: Mapping[str, Sequence[Row]]) -> list[dict[str, Any]]:
-    checks, unimodal = [], {r["num_requests"]: r["is_unimodal"] for r in parts["early_stop"] if not r["is_padded"]}
+    checks: list[dict[str, Any]] = []
 
-    def check(name: str, num_requests: int, value: float, bound: float, is_ok: bool, **more: Any) -> None:
-        checks.append({"name": name, "num_requests": num_requests, "value": value, "bound": bound, "is_ok": is_ok, **more})
+    def check(name: str, num_requests: int, value: float, *, least: float | None = None, most: float | None = None, **more: Any) -> None:
+        is_ok = (least is None or value >= least) and (most is None or value <= most)
+        checks.append({"name": name, "num_requests": num_requests, "value": value, "bound": least or most, "is_ok": is_ok, **more})
 
-    budget = None
+    before: dict[str, float] = {}
     for num_requests in dict.fromkeys(r["num_requests"] for r in parts["rows"]):
         rows = [r for r in parts["rows"] if r["num_requests"] == num_requests]
+        tables = {r["table"]: r for r in parts["tables"] if r["num_requests"] == num_requests}
+        is_unimodal = tables["measured"]["is_unimodal"]
         for policy in (SERVED, "scheduler_or_none", "scheduler_async", "scheduler"):
             static, throughput = _best_static(rows, is_drafting=policy in ("scheduler_async", "scheduler"))
             value = _throughput(rows, policy, CALIBRATED) / throughput
-            is_unimodal = unimodal[num_requests]
-            check(
-                f"{policy}_over_static", num_requests, value, LEAST_RATIO, value >= LEAST_RATIO, best_static=static, is_unimodal=is_unimodal
-            )
+            check(f"{policy}_over_static", num_requests, value, least=LEAST_RATIO, best_static=static, is_unimodal=is_unimodal)
+        linear = tables["linear"]
+        value, static = linear["scheduler_over_best_static"], linear["best_static"]
+        check("scheduler_over_static_linear", num_requests, value, least=LEAST_RATIO, best_static=static, is_unimodal=linear["is_unimodal"])
         others = max(r["throughput_tokens_per_second"] for r in rows if r["policy"] != "oracle" and r["confidences"] != "oracle")
-        best = _throughput(rows, "oracle", None) / others
-        check("oracle_over_every_policy", num_requests, best, LEAST_RATIO, best >= LEAST_RATIO)
-        before, budget = budget, next(r["mean_budget_tokens"] for r in rows if (r["policy"], r["confidences"]) == (SERVED, CALIBRATED))
-        if before is not None:
-            check("budget_rise", num_requests, budget - before, MOST_RISE_TOKENS, budget - before <= MOST_RISE_TOKENS)
+        check("oracle_over_every_policy", num_requests, _throughput(rows, "oracle", None) / others, least=LEAST_RATIO)
+        for name, table in (("budget_rise", "measured"), ("budget_rise_linear", "linear")):
+            budget = tables[table]["budget"]
+            if table in before:
+                check(name, num_requests, budget - before[table], most=MOST_RISE_TOKENS)
+            before[table] = budget
     return checks
 
 
@@ -282,7 +291,8 @@ _STYLES: Mapping[str, Mapping[str, Any]] = {
 def figures(report: Mapping[str, Any]) -> dict[str, bytes]:
     lines = {name: [r for r in report["rows"] if r["policy"] == name and r["confidences"] in (None, CALIBRATED)] for name in _STYLES}
     lines = {name: rows for name, rows in lines.items() if rows}  # a short block has no fixed_3
-    drawn = _figure_pareto(lines), _figure_budget(lines), _figure_calibration(report["calibration"])
+    linear = [(r["num_requests"], r["budget"]) for r in report["tables"] if r["table"] == "linear"]
+    drawn = _figure_pareto(lines), _figure_budget(lines, linear), _figure_calibration(report["calibration"])
     return dict(zip(FIGURES, drawn, strict=True))
 
 
@@ -301,8 +311,9 @@ def _figure_pareto(lines: Mapping[str, Sequence[Row]]) -> bytes:
     return png(figure)
 
 
-def _figure_budget(lines: Mapping[str, Sequence[Row]]) -> bytes:
-    """After Figure 8 of the paper: the budget against concurrency; beside it the throughput, over that without drafting."""
+def _figure_budget(lines: Mapping[str, Sequence[Row]], linear: Sequence[tuple[int, float]]) -> bytes:
+    """After Figure 8 of the paper: the budget against concurrency, as served also on costs without stairs; beside it the throughput, over
+    that without drafting."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4), layout="constrained")
@@ -313,7 +324,9 @@ def _figure_budget(lines: Mapping[str, Sequence[Row]]) -> bytes:
         left.plot(x, [r["mean_budget_tokens"] for r in rows], marker="o", markersize=3, label=name, **_STYLES[name])
         over = [r["throughput_tokens_per_second"] / p for r, p in zip(rows, plain, strict=True)]
         right.plot(x, over, marker="o", markersize=3, label=name, **_STYLES[name])
+    left.plot(*zip(*linear, strict=True), color=_STYLES[SERVED]["color"], linestyle=":", label="as served, costs without stairs")
     left.set(ylabel="verified tokens per request and step")
+    left.legend(left.lines[-1:], [left.lines[-1].get_label()], fontsize=7)
     right.set(ylabel="throughput over no drafting")
     for ax in (left, right):
         ax.set(xlabel="concurrent requests")

@@ -37,6 +37,34 @@ def test_impossible_step_costs_are_refused(changes, message):
         dataclasses.replace(COST, **changes)
 
 
+def test_padded_cost_is_that_of_the_next_probe():
+    padded = COST.padded().table(4, is_drafting=False)
+    assert [padded.seconds(size) for size in (1, 2, 8, 9, 16, 17, 32, 33, 128)] == pytest.approx(
+        [0.01, 0.012, 0.012, 0.012, 0.012, 0.02, 0.02, 0.08, 0.08], rel=1e-12
+    )
+
+
+def test_linear_cost_is_the_line_that_errs_least_relatively():
+    stairs = dataclasses.replace(COST, verify_seconds=(0.009, 0.013, 0.013, 0.02, 0.05))
+    linear, sizes, measured = stairs.linear(), np.array(COST.batch_tokens), np.array(stairs.verify_seconds)
+    assert dataclasses.replace(linear, verify_seconds=stairs.verify_seconds) == stairs
+    slope = (linear.verify_seconds[-1] - linear.verify_seconds[0]) / 127
+    fixed = linear.verify_seconds[0] - slope
+    assert linear.verify_seconds == pytest.approx((fixed + slope * sizes).tolist(), rel=1e-12)
+
+    def error(fixed, slope):
+        return float((((fixed + slope * sizes) / measured - 1.0) ** 2).sum())
+
+    assert all(error(fixed, slope) < error(fixed + a, slope + b) for a, b in ((1e-5, 0), (-1e-5, 0), (0, 1e-6), (0, -1e-6)))
+    exact = dataclasses.replace(COST, verify_seconds=tuple(0.01 + 0.001 * size for size in COST.batch_tokens))
+    assert exact.linear().verify_seconds == pytest.approx(exact.verify_seconds, rel=1e-12)
+
+
+def test_linear_cost_of_a_table_that_falls_is_nowhere_below_its_cheapest_probe():
+    falling = dataclasses.replace(COST, verify_seconds=(1.0, 0.5, 0.2, 0.1, 0.1))
+    assert min(falling.linear().verify_seconds) == 0.1
+
+
 # --- profile ----------------------------------------------------------------------------------------------------------------
 
 

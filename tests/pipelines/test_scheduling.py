@@ -85,8 +85,19 @@ def test_report_checks_are_ratios_of_its_rows(report: dict) -> None:
 
 
 def test_report_shows_what_a_stair_costs_the_early_stop(report: dict) -> None:
-    loss = {(r["num_requests"], r["is_padded"]): r["loss"] for r in report["early_stop"]}
-    assert loss[8, True] > 0.1 > loss[8, False]  # steps of 9 to 16 tokens cost alike: the first token alone does not pay
+    rows = {(r["num_requests"], r["table"]): r for r in report["tables"]}
+    assert (
+        rows[8, "padded"]["loss"] > 0.1 > rows[8, "measured"]["loss"]
+    )  # steps of 9 to 16 tokens cost alike: the first token alone does not pay
+    for num_requests in CONCURRENCIES:
+        linear = rows[num_requests, "linear"]
+        assert linear["is_unimodal"]
+        assert abs(linear["loss"]) < 0.02
+        found = replay(_texts(1, 1.0), SERVED, COST.linear(), num_requests, CONFIG)
+        assert linear["budget"] == found.mean_budget_tokens
+    checks = {(c["name"], c["num_requests"]): c for c in report["checks"]}
+    assert all(checks["scheduler_over_static_linear", num_requests]["is_ok"] for num_requests in CONCURRENCIES)
+    assert all(checks["budget_rise_linear", num_requests]["is_ok"] for num_requests in (8, 16))
 
 
 def test_report_has_its_figures(report: dict) -> None:
