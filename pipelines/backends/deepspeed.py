@@ -31,6 +31,7 @@ from deepspeed.utils import (
 
 from dspark.config import TrainingConfig
 from dspark.drafters.base import Drafter, TrainingBatch
+from dspark.layers import fast_dtype
 from dspark.losses import Denominators
 from dspark.training import ADAMW_STATES, DTYPES, MUON_MOMENTUM, DrafterLoss, load_adamw, part_norms, save_adamw
 
@@ -46,8 +47,10 @@ def _optimizer(drafter: Drafter, config: TrainingConfig) -> tuple[list[float], t
     """Peak learning rates of the groups, and a torch optimiser: DeepSpeed's own Adam compiles C++ at its first step."""
     if config.muon_lr is None:
         return [config.lr], torch.optim.AdamW(drafter.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=True)
+    from deepspeed.runtime.zero.muon import original_muon
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
+    setattr(original_muon, "ns_compute_dtype", lambda _method: fast_dtype())  # noqa: B010 - it takes every CPU for one with bf16 instructions
     if not torch.cuda.is_available():
         torch.compiler.set_stance("force_eager")  # Muon's few matrix products gain nothing from being compiled on a CPU
     matrices = drafter.hidden_matrices()
