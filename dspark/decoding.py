@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 
 from dspark.calibration import sigmoid
+from dspark.draft_gate import DraftGate
 from dspark.drafters.base import BlockDrafter, ContextRows, Proposal
 from dspark.rounds import VERIFY_ALL, Round
 from dspark.sampling import VERIFY, BlockDraw, Noise, Sampling, draw, verify
-from dspark.scheduler import Admission, DraftGate
+from dspark.scheduler import Admission
 from dspark.step import Step
 from dspark.target import KeyValueCache, TargetModel, TargetStates
 

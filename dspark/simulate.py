@@ -17,7 +17,7 @@ the latter. Policies:
     none, fixed_k, threshold_t, verify_all   static (dspark/scheduler.py); fixed_1 is what an engine does with an MTP-1 drafter
     scheduler                  Algorithm 1
     scheduler_async            the asynchronous scheduler: a global search over confidences of `lag_rounds` ago
-    scheduler_or_none,         the same, and a step whose draft pass does not pay does without (`scheduler.DraftGate`); what
+    scheduler_or_none,         the same, and a step whose draft pass does not pay does without (`draft_gate.DraftGate`); what
     scheduler_async_or_none      decides it is as old as the asynchronous scheduler's budget. Not in the paper
     scheduler_global           the global search over current confidences. Not lossless (Appendix A): it prices the early stop
     oracle                     knows how much of each block is accepted: see ORACLE
@@ -36,9 +36,10 @@ from typing import Any, Literal
 import numpy as np
 
 from dspark.calibration import pad
+from dspark.draft_gate import DraftGate
 from dspark.metrics import Estimate
 from dspark.rounds import Round
-from dspark.scheduler import DraftGate, SpsTable, admitted_lengths, early_stop, policies, survival, walk
+from dspark.scheduler import SpsTable, admitted_lengths, early_stop, policies, survival, walk
 from dspark.step_cost import StepCost
 
 RECORDED_POLICY = "every_position"  # of the rounds that were drafted at every anchor

@@ -19,9 +19,10 @@ import torch
 
 from dspark.calibration import Calibration
 from dspark.decoding import DecodingConfig, Request, StepTimes, Verification, decode
+from dspark.draft_gate import DraftGate
 from dspark.drafters.base import BlockDrafter
 from dspark.sampling import Sampling
-from dspark.scheduler import DraftGate, admit, admit_async, static_policy
+from dspark.scheduler import admit, admit_async, static_policy
 from dspark.simulate import ReplayText, mean_context_tokens, replay, texts_from_rounds
 from dspark.step_cost import StepCost
 from dspark.target import TargetModel

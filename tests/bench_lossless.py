@@ -32,11 +32,12 @@ import torch
 from dspark import decoding
 from dspark.config import DFlashConfig, DrafterConfig, DSparkConfig, Eagle3Config, MtpConfig
 from dspark.decoding import DecodingConfig, Request, Verification, decode
+from dspark.draft_gate import DraftGate
 from dspark.drafters import build_drafter
 from dspark.drafters.base import BlockDrafter
 from dspark.packed_target import load_target
 from dspark.sampling import DRAFT, BlockDraw, Sampling, draw
-from dspark.scheduler import Admission, DraftGate, SpsTable, admit, admit_async, fixed, threshold
+from dspark.scheduler import Admission, SpsTable, admit, admit_async, fixed, threshold
 from dspark.step import Step
 from dspark.target import KeyValueCache, TargetModel, load_head
 from dspark.untrained import DraftModel, PromptLookup

@@ -18,10 +18,11 @@ import torch
 from dspark.calibration import sigmoid
 from dspark.config import DFlashConfig, DSparkConfig, Eagle3Config, MtpConfig
 from dspark.decoding import DecodingConfig, Request, Verification, decode
+from dspark.draft_gate import DraftGate
 from dspark.drafters import build_drafter
 from dspark.drafters.base import ContextRows, PackedContext, TrainingBatch
 from dspark.sampling import Sampling, distribution
-from dspark.scheduler import DraftGate, SpsTable, admit, admit_async, fixed, static_policy, threshold
+from dspark.scheduler import SpsTable, admit, admit_async, fixed, static_policy, threshold
 from dspark.step import Step
 from dspark.target import KeyValueCache, TransformersTarget, load_head
 from dspark.trace import every_position
