@@ -14,7 +14,7 @@ an engine that keeps survivals on its device.
 Shapes: R requests, K drafted tokens, N = R * K slots by falling survival, P probes, B batch sizes in tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
