@@ -2,11 +2,13 @@
 
 Prompts of the test split, decoded by the decoding engine in a closed loop of so many requests with the policies of the schedule step:
 emitted tokens over the seconds of the steps in which every slot was full, prefills left out as in the replay, beside what the replay
-predicts from the recorded blocks of the same texts and the profiled steps. Draws a figure.
+predicts from the recorded blocks of the same texts and steps that were timed just before each policy, as profile_sps times them: a shared
+machine changes its pace between a pipeline and a benchmark. What the replay says by the stored profile stands behind it. Draws a figure.
 """
 
 import argparse
 import os
+import random
 import statistics
 import sys
 import time
@@ -21,10 +23,11 @@ from dspark.calibration import Calibration
 from dspark.decoding import DecodingConfig, Request, StepTimes, Verification, decode
 from dspark.draft_gate import DraftGate
 from dspark.drafters.base import BlockDrafter
+from dspark.profiling import timed_steps
 from dspark.sampling import Sampling
 from dspark.scheduler import admit, admit_async, static_policy
 from dspark.simulate import ReplayText, mean_context_tokens, replay, texts_from_rounds
-from dspark.step_cost import StepCost
+from dspark.step_cost import StepCost, StepProfile
 from dspark.target import TargetModel
 from dspark.training import DTYPES
 from pipelines.artifacts import Calibration as CalibrationArtifact
@@ -33,8 +36,8 @@ from pipelines.config import PROJECT_ROOT, compose
 from pipelines.dag import Artifact
 from pipelines.figures import png
 from pipelines.scheduling import SERVED
-from pipelines.settings import ScheduleStage
-from pipelines.stages.profile_sps import read_profile, step_profile
+from pipelines.settings import ProfileSpsStage, ScheduleStage
+from pipelines.stages.profile_sps import read_profile, step_profile, step_sizes
 from pipelines.stages.schedule import ENGINE, replay_config
 from pipelines.stages.trace import read_rounds
 from tests.bench_cache import machine
@@ -42,6 +45,7 @@ from tests.trained import Trained, planned_artifacts, trained_drafters
 
 GOAL = 0.15  # of the prediction
 NUM_WARMUP_STEPS = 20
+NUM_REPEATS = 4  # of the timed steps before each policy
 POLICIES = ("none", "fixed_1", "fixed_3", "verify_all", "scheduler", "scheduler_async", SERVED)
 
 
@@ -94,6 +98,18 @@ def verification(policy: str, cost: StepCost, num_requests: int, calibration: Ca
         new_gate = gate if policy == SERVED else None
         return Verification(policy, partial(admit_async, sps=sps), calibration.confidence, stage.lag_rounds, new_gate)
     return Verification(policy, static_policy(policy))
+
+
+def timed_cost(
+    target: TargetModel, drafter: BlockDrafter, texts: Sequence[ReplayText], num_requests: int, stage: ProfileSpsStage
+) -> StepCost:
+    """Of steps behind the mean context of the texts, as they are now."""
+    context_tokens, timings = mean_context_tokens(texts), []
+    for repeat in range(NUM_REPEATS):
+        order = step_sizes(stage, num_requests, drafter.block_size, 0)
+        random.Random(repeat).shuffle(order)
+        timings += timed_steps(target, drafter, round(context_tokens), num_requests, order, repeat)
+    return StepProfile.of(timings).at(context_tokens, num_requests)
 
 
 def load(target: TargetModel, drafter: BlockDrafter | None, requests: Sequence[Request], config: DecodingConfig) -> Load:
@@ -153,18 +169,20 @@ def main() -> None:
         num_prompts = arguments.prompts + 2 * num_requests * (num_requests > 1)
         requests = [replace(known[i % len(known)], id=str(i)) for i in range(num_prompts)]
         texts = [text_of[known[i % len(known)].id] for i in range(num_prompts)]
-        cost = profile.at(mean_context_tokens(texts), num_requests)
+        stored = profile.at(mean_context_tokens(texts), num_requests)
         for policy in arguments.policies:
+            cost = timed_cost(target, drafter, texts, num_requests, stages.profile_sps)
             config = DecodingConfig(
                 Sampling("greedy", 0.0), stages.trace.max_new_tokens, trained.held_out.stop_ids, num_requests, 0,
                 verification=verification(policy, cost, num_requests, calibration, stages.schedule),
             )  # fmt: skip
             found = load(target, None if policy == "none" else drafter, requests, config)
-            expected = replay(texts, policy, cost, num_requests, replays)
+            expected, by_profile = (replay(texts, policy, steps, num_requests, replays) for steps in (cost, stored))
             rows.append((num_requests, policy, found.throughput, expected.throughput_tokens_per_second))
             print(
                 f"live  {num_requests:3d} at once  {policy:24s} {found.throughput:6.1f} tokens/s, replay {expected.throughput_tokens_per_second:6.1f}"
-                f" = {found.throughput / expected.throughput_tokens_per_second:.3f}   accepted length {found.accepted_length:.3f}, replay "
+                f" = {found.throughput / expected.throughput_tokens_per_second:.3f} (by the profile "
+                f"{by_profile.throughput_tokens_per_second:.1f})   accepted length {found.accepted_length:.3f}, replay "
                 f"{expected.mean_accepted_length:.3f}   verified a request {found.budget:.2f}, replay {expected.mean_budget_tokens:.2f}",
                 flush=True,
             )

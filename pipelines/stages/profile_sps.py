@@ -112,7 +112,7 @@ class Profiler:
         for repeat in range(stage.num_repeats):
             generator.shuffle(pairs)
             for context_tokens, num_requests in pairs:
-                order = _sizes(stage, num_requests, self._settings.config.block_size, repeat)
+                order = step_sizes(stage, num_requests, self._settings.config.block_size, repeat)
                 generator.shuffle(order)
                 timings += [asdict(timing) for timing in measure(context_tokens, num_requests, order)]
         return timings
@@ -131,7 +131,7 @@ class Profiler:
         from pipelines.backends.vllm import Verifier
 
         stage, K = self._stage, self._settings.config.block_size
-        most_steps = max(len(_sizes(stage, num_requests, K, 0)) for num_requests in stage.num_requests)
+        most_steps = max(len(step_sizes(stage, num_requests, K, 0)) for num_requests in stage.num_requests)
         max_length = max(stage.context_tokens) + (most_steps + 3) * (K + 1)
         engine = Verifier(local_folder(self._settings.target_uri), stage.precision, max_length, max(stage.num_requests), K)
 
@@ -143,7 +143,7 @@ class Profiler:
         return measure
 
 
-def _sizes(stage: ProfileSpsStage, num_requests: int, block_size: int, repeat: int) -> list[int]:
+def step_sizes(stage: ProfileSpsStage, num_requests: int, block_size: int, repeat: int) -> list[int]:
     """Of the grid those that so many requests can verify, and always the most, the least and one more: where requests are not all of one
     length any more, an engine may take a stair. The large ones in every other repeat."""
     least, most = num_requests, num_requests * (block_size + 1)

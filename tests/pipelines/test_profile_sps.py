@@ -15,7 +15,7 @@ from pipelines.artifacts import SpsProfile
 from pipelines.config import PROJECT_ROOT, compose
 from pipelines.settings import ProfileSpsStage
 from pipelines.stages import publish
-from pipelines.stages.profile_sps import _sizes, check_identity, read_profile, step_profile
+from pipelines.stages.profile_sps import check_identity, read_profile, step_profile, step_sizes
 
 STAGE = ProfileSpsStage(
     engines=("decoding",), batch_tokens=(1, 2, 3, 8, 64, 512, 600), num_requests=(1, 64, 256), context_tokens=(16, 64),
@@ -28,9 +28,9 @@ IDENTITY = {
 
 
 def test_sizes_of_a_number_of_requests_are_the_grids_with_both_ends_and_large_ones_half_as_often():
-    assert [_sizes(STAGE, 1, 3, repeat) for repeat in range(2)] == [[1, 2, 3, 4]] * 2
-    assert [_sizes(STAGE, 64, 3, repeat) for repeat in range(2)] == [[64, 65, 256]] * 2
-    assert [_sizes(STAGE, 256, 3, repeat) for repeat in range(3)] == [[256, 257, 512, 600, 1024], [256], [256, 257, 512, 600, 1024]]
+    assert [step_sizes(STAGE, 1, 3, repeat) for repeat in range(2)] == [[1, 2, 3, 4]] * 2
+    assert [step_sizes(STAGE, 64, 3, repeat) for repeat in range(2)] == [[64, 65, 256]] * 2
+    assert [step_sizes(STAGE, 256, 3, repeat) for repeat in range(3)] == [[256, 257, 512, 600, 1024], [256], [256, 257, 512, 600, 1024]]
 
 
 @pytest.fixture
