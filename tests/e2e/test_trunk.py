@@ -85,8 +85,10 @@ def test_trunk_local_run_makes_every_artifact_with_its_record(finished: Path) ->
         "scheduler_or_none_over_static",
         "scheduler_async_over_static",
         "scheduler_over_static",
+        "scheduler_over_static_linear",
         "oracle_over_every_policy",
         "budget_rise",
+        "budget_rise_linear",
     }
     assert made["train"]["inputs"]["cache"]["payload_sha256"] == made["cache_targets"]["payload_sha256"]
     assert not list(finished.rglob("*.partial"))
