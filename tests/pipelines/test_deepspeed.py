@@ -185,3 +185,19 @@ def test_training_of_the_sharded_engine_goes_on_with_the_local_one(found, local)
     wanted_curves, wanted = local(ADAMW)
     assert [p["loss"] for p in state.curves] == pytest.approx([p["loss"] for p in wanted_curves], rel=1e-5)
     assert all(torch.allclose(engines[0].weights()[name], tensor, atol=1e-5) for name, tensor in wanted.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_muon_computes_in_the_fast_precision_of_the_processor(dtype, monkeypatch):
+    """DeepSpeed's own function is asked: were it to look the precision up elsewhere, bf16 would be emulated again."""
+    from deepspeed.runtime.zero.muon import original_muon
+
+    import pipelines.backends.deepspeed as backend
+
+    monkeypatch.setattr(original_muon, "ns_compute_dtype", original_muon.ns_compute_dtype)  # put back afterwards
+    monkeypatch.setattr(backend, "fast_dtype", lambda: dtype)
+    try:
+        backend._optimizer(tiny.drafter("dspark"), MUON)
+        assert original_muon.zeropower_via_newtonschulz5(torch.randn(12, 8), steps=5).dtype == dtype
+    finally:
+        torch.compiler.set_stance("default")

@@ -86,9 +86,8 @@ def test_report_checks_are_ratios_of_its_rows(report: dict) -> None:
 
 def test_report_shows_what_a_stair_costs_the_early_stop(report: dict) -> None:
     rows = {(r["num_requests"], r["table"]): r for r in report["tables"]}
-    assert (
-        rows[8, "padded"]["loss"] > 0.1 > rows[8, "measured"]["loss"]
-    )  # steps of 9 to 16 tokens cost alike: the first token alone does not pay
+    # Padded steps of 9 to 16 tokens cost alike: the first token alone does not pay.
+    assert rows[8, "padded"]["loss"] > 0.1 > rows[8, "measured"]["loss"]
     for num_requests in CONCURRENCIES:
         linear = rows[num_requests, "linear"]
         assert linear["is_unimodal"]
