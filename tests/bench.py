@@ -21,7 +21,7 @@ import torch
 
 from dspark.blocks import attention_mask
 from dspark.calibration import GRID, fit, sigmoid
-from dspark.layers import attend, product
+from dspark.layers import attend, fast_dtype, product
 from dspark.metrics import ece
 from dspark.scheduler import SpsTable, admit
 
@@ -55,7 +55,7 @@ def bench_attention(num_tokens: int, num_anchors: int) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def random(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=generator).bfloat16()
+        return torch.randn(*size, generator=generator).to(fast_dtype())
 
     query, key, value = random(B, num_anchors, K, N, H), random(B, num_anchors, K, G, H), random(B, num_anchors, K, G, H)
     context_key, context_value = random(B, num_tokens, G, H), random(B, num_tokens, G, H)
